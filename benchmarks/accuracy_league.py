@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from kvarts.cost.roofline_settings import load_constants, shipped_constants
-from kvarts.plan.calibrate.course import Course, Point, load_points, with_constants
-from kvarts.plan.calibrate.shared import record
+from kvarts.plan.calibrate.joint_fit import record
+from kvarts.plan.calibrate.schedule import Course, Point, load_points, with_constants
 
 METRICS = {"tpot_ms": "TPOT", "tok_s_gpu": "tokens/s", "ttft_ms": "TTFT", "e2e_ms": "E2E"}
 Errors = dict[str, list[float]]

@@ -112,7 +112,7 @@ def main() -> None:
             some.write_text("".join(islice(rows, SWEEP_REQUESTS)))
         for name, pages, page_size in CASES:
             inside = [[in_process(build, args.trace, pages, page_size) for build in builds] for _ in range(args.rounds)]
-            tell(f"{name}, in process", *(min(times) for times in zip(*inside, strict=True)))
+            emit(f"{name}, in process", *(min(times) for times in zip(*inside, strict=True)))
             for what, trace in (("whole process", args.trace), ("a trace of one request", str(short))):
                 took = []
                 for _ in range(args.rounds):
@@ -120,8 +120,8 @@ def main() -> None:
                     if args.dynamo_python and trace == args.trace:
                         took[-1].append(peer(args.dynamo_python, trace, pages, page_size, out))
                 costs = [median_of(each) for each in zip(*took, strict=True)]
-                tell(f"{name}, {what}", *(cost.cpu_seconds for cost in costs))
-                tell(f"{name}, {what}, time that passed", *(cost.seconds for cost in costs))
+                emit(f"{name}, {what}", *(cost.cpu_seconds for cost in costs))
+                emit(f"{name}, {what}, time that passed", *(cost.seconds for cost in costs))
         rates = [[asked(build, some, "--sweep") for build in builds] for _ in range(args.rounds)]
         plain, native = (statistics.median(each) for each in zip(*rates, strict=True))
         print(f"a sweep in one process: {plain:.1f} replays/s, compiled {native:.1f}: {native / plain:.2f} times")
@@ -132,7 +132,7 @@ def main() -> None:
                 print(f"a million requests, {how}: {cost.seconds:.1f} s, {cost.mebibytes:.0f} MiB", flush=True)
 
 
-def tell(what: str, plain: float, native: float, dynamo: float | None = None) -> None:
+def emit(what: str, plain: float, native: float, dynamo: float | None = None) -> None:
     line = f"{what}: {plain:.3f} s, compiled {native:.3f} s: {plain / native:.2f} times"
     if dynamo is not None:
         line += f"; Dynamo {dynamo:.3f} s: {dynamo / plain:.1f} and {dynamo / native:.1f} times"

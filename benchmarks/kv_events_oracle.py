@@ -198,7 +198,7 @@ class Load:
         cache, tiers = self._replica.scheduler.cache, self._replica.engine.tiers
         assert tiers is not None
         tiers.reset()
-        cache.shed(cache.num_cached)
+        cache.evict(cache.num_cached)
         self._replica.engine.emit()
         self._replica.engine.log.flush()
 

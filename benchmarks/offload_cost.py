@@ -42,18 +42,18 @@ def one_round() -> dict[str, float]:
         tokens = range(first, first + NUM_PAGES * PAGE_SIZE)
         content = Content.from_tokens(tokens, page_size=PAGE_SIZE, owner=index)
         contents.append(content)
-        holding = cache.open(cache.match(content, NUM_PAGES))
-        cache.grow(holding, NUM_PAGES)
-        cache.publish_pages(holding, NUM_PAGES)
+        table = cache.open(cache.match(content, NUM_PAGES))
+        cache.grow(table, NUM_PAGES)
+        cache.publish_pages(table, NUM_PAGES)
         start = perf_counter()
-        offloader.confirm(content, NUM_PAGES, holding)
+        offloader.confirm(content, NUM_PAGES, table)
         offloader.plan_stores(0)
         (transfer,) = offloader.take_planned()
         planned = perf_counter()
         offloader.report([TransferReport(transfer.transfer_id)], 0)
         spent["plan a store"] += planned - start
         spent["complete it"] += perf_counter() - planned
-        cache.close(holding, NUM_PAGES, NUM_PAGES)
+        cache.close(table, NUM_PAGES, NUM_PAGES)
     cache.take(cache.num_free)  # the device forgets all of them
     cache.pool.give(num_device, list(range(num_device)))  # type: ignore[arg-type]
     cache.num_free = num_device
@@ -63,10 +63,10 @@ def one_round() -> dict[str, float]:
         looked_up = perf_counter()
         assert offer is not None
         assert offer.num_pages == NUM_PAGES - 1
-        holding = cache.open(cache.match(content, 0))
-        cache.grow(holding, NUM_PAGES)
+        table = cache.open(cache.match(content, 0))
+        cache.grow(table, NUM_PAGES)
         ready = perf_counter()
-        offloader.start_load(index, content, 0, offer.num_pages, holding)
+        offloader.start_load(index, content, 0, offer.num_pages, table)
         (transfer,) = offloader.take_planned()
         planned = perf_counter()
         offloader.report([TransferReport(transfer.transfer_id)], 0)

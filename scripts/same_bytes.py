@@ -142,7 +142,7 @@ def rename(case: Case, artefact: str, before: bytes, after: bytes, outcome: Outc
 
 
 def compare(case: Case, before: Artefacts, after: Artefacts, outcome: Outcome) -> None:
-    """Tell `outcome` every artefact that differs. A .gz is told by what is inside, if that differs as well."""
+    """Emit `outcome` every artefact that differs. A .gz is told by what is inside, if that differs as well."""
     outcome.num_artefacts = len(before)
     for name in [*before, *(name for name in after if name not in before)]:
         if name not in after or name not in before:
@@ -190,7 +190,7 @@ def wanted(cases: list[Case], args: argparse.Namespace) -> Iterator[Case]:
             yield case
 
 
-def tell(outcome: Outcome) -> None:
+def emit(outcome: Outcome) -> None:
     """Print what a case showed."""
     word = "broken " if outcome.broken else "differs" if outcome.differences else "same   "
     print(f"{word}  {outcome.case.name}  ({outcome.num_artefacts} artefacts, {outcome.seconds:.1f} s)", flush=True)
@@ -240,7 +240,7 @@ def main() -> int:
         ]
         for future in started:
             outcomes.append(future.result())
-            tell(outcomes[-1])
+            emit(outcomes[-1])
     for entry in dict.fromkeys(entry for outcome in outcomes for entry in outcome.renames):
         print(f"on purpose: {entry.artefact}: {entry.why}")
     bad = [outcome.case.name for outcome in outcomes if not outcome.is_good]

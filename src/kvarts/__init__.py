@@ -34,8 +34,8 @@ if TYPE_CHECKING:  # each name has a line here, for type checkers, and one in _H
     from kvarts.plan import plan as plan
     from kvarts.plan.calibrate import Calibration as Calibration
     from kvarts.plan.calibrate import calibrate as calibrate
-    from kvarts.plan.sweeping import Sweep as Sweep
-    from kvarts.plan.sweeping import sweep as sweep
+    from kvarts.plan.sweep import Sweep as Sweep
+    from kvarts.plan.sweep import sweep as sweep
     from kvarts.proof.audit.auditor import AuditError as AuditError
     from kvarts.proof.audit.auditor import Auditor as Auditor
     from kvarts.proof.audit.auditor import Finding as Finding
@@ -112,7 +112,7 @@ _HOMES = {
     "SharingConfig": "kvarts.sim.sharing.config",
     "Slo": "kvarts.sim.config",
     "StructuredOutputs": "kvarts.core.sampling",
-    "Sweep": "kvarts.plan.sweeping",
+    "Sweep": "kvarts.plan.sweep",
     "TierConfig": "kvarts.core.tiers.config",
     "Timeline": "kvarts.proof.record.timeline",
     "Trace": "kvarts.sim.traffic.trace",
@@ -130,7 +130,7 @@ _HOMES = {
     "replay": "kvarts.sim.replaying",
     "story_of_block": "kvarts.proof.explain.story",
     "story_of_request": "kvarts.proof.explain.story",
-    "sweep": "kvarts.plan.sweeping",
+    "sweep": "kvarts.plan.sweep",
     "timelines_of": "kvarts.proof.record.timeline",
     "trace_info": "kvarts.sim.traffic.info",
     "verify": "kvarts.proof.verify",

@@ -9,14 +9,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvarts.core.content import Content
 from kvarts.core.events import Event
-from kvarts.core.kv.cache import Holding, Match
-from kvarts.core.kv.eviction import EvictionOrder, HeldPages, LruOrder
+from kvarts.core.kv.cache import BlockTable, Match
+from kvarts.core.kv.eviction import EvictionOrder, LruOrder, PinnedPages
 from kvarts.core.kv.page_cache import PageCache
 from kvarts.core.kv.pool import CountPool, IdPool
 from kvarts.core.kv.tree import PrefixTree
 
-from builders.holding import hold_found
 from builders.pages import evicted_names, page_name
+from builders.table import hold_found
 from oracles.page_by_page import Name, OnePage, PageByPage
 
 __all__ = ["CacheMachine", "Holder", "Transfer"]
@@ -25,7 +25,7 @@ __all__ = ["CacheMachine", "Holder", "Transfer"]
 @dataclass
 class Holder:
     content: Content
-    holding: Holding
+    table: BlockTable
     pages: list[OnePage]
     num_published: int
 
@@ -33,7 +33,7 @@ class Holder:
 @dataclass
 class Transfer:
     content: Content
-    held: HeldPages
+    held: PinnedPages
     pages: list[OnePage]
 
 
@@ -51,7 +51,7 @@ class CacheMachine(RuleBasedStateMachine):
     def make_tree(self) -> PrefixTree:
         return PrefixTree(self.make_order(), self.events.append)
 
-    def hold_match(self, match: Match, start: int, data: st.DataObject) -> HeldPages:
+    def hold_match(self, match: Match, start: int, data: st.DataObject) -> PinnedPages:
         return hold_found(self.cache, match, start)
 
     @initialize(num_pages=st.integers(1, 10) | st.integers(1, 30), page_size=st.sampled_from([1, 2, 3]))
@@ -91,17 +91,17 @@ class CacheMachine(RuleBasedStateMachine):
         match = self.cache.match(content, limit)
         assert match.num_pages == len(found)
         assert match.num_shared == sum(1 for page in found if page.refs or page.holds)
-        holding = self.cache.open(match)
+        table = self.cache.open(match)
         for page in found:
             self.model.pin(page)
-        self.holders.append(Holder(content, holding, found, len(found)))
+        self.holders.append(Holder(content, table, found, len(found)))
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data(), count=st.integers(1, 6))
     def grow(self, data: st.DataObject, count: int) -> None:
         holder = data.draw(st.sampled_from(self.holders))
         count = min(count, self.free())
-        self.cache.grow(holder.holding, len(holder.pages) + count)
+        self.cache.grow(holder.table, len(holder.pages) + count)
         holder.pages += [self.model.take() for _ in range(count)]
 
     @precondition(lambda self: self.holders)
@@ -110,7 +110,7 @@ class CacheMachine(RuleBasedStateMachine):
         """As after a draft: pages that were never findable go back, the last ones first."""
         holder = data.draw(st.sampled_from(self.holders))
         num_pages = max(num_pages, holder.num_published)
-        self.cache.shrink(holder.holding, num_pages)
+        self.cache.shrink(holder.table, num_pages)
         self.model.release(holder.pages[num_pages:])
         del holder.pages[num_pages:]
 
@@ -119,7 +119,7 @@ class CacheMachine(RuleBasedStateMachine):
     def publish(self, data: st.DataObject) -> None:
         holder = data.draw(st.sampled_from(self.holders))
         upto = data.draw(st.integers(holder.num_published, len(holder.pages)))
-        self.cache.publish_pages(holder.holding, upto)
+        self.cache.publish_pages(holder.table, upto)
         self.publish_in_model(holder, upto)
 
     def publish_in_model(self, holder: Holder, upto: int) -> None:
@@ -132,7 +132,7 @@ class CacheMachine(RuleBasedStateMachine):
     def close(self, data: st.DataObject) -> None:
         holder = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
         full = data.draw(st.integers(holder.num_published, len(holder.pages)))
-        self.cache.close(holder.holding, full, len(holder.pages))
+        self.cache.close(holder.table, full, len(holder.pages))
         self.publish_in_model(holder, full)
         self.model.release(holder.pages)
         self.closed.append(holder.content)
@@ -168,7 +168,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         cache, model = self.cache, self.model
         cache.check(
-            [(holder.holding, len(holder.pages)) for holder in self.holders],
+            [(holder.table, len(holder.pages)) for holder in self.holders],
             [transfer.held for transfer in self.transfers],
         )
         assert cache.pool.num_empty == model.num_empty

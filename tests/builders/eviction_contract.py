@@ -9,13 +9,13 @@ import pytest
 
 from kvarts.core.content import Content
 from kvarts.core.events import Event, PagesRemoved
-from kvarts.core.kv.cache import Holding
-from kvarts.core.kv.eviction import EvictionOrder, HeldPages
+from kvarts.core.kv.cache import BlockTable
+from kvarts.core.kv.eviction import EvictionOrder, PinnedPages
 from kvarts.core.kv.page_cache import PageCache
 from kvarts.core.kv.pool import IdPool
 from kvarts.core.kv.tree import PrefixTree
 
-from builders.holding import hold_found
+from builders.table import hold_found
 
 __all__ = ["EvictionOrderContract", "drive", "leave", "pages_in_order"]
 
@@ -23,9 +23,9 @@ __all__ = ["EvictionOrderContract", "drive", "leave", "pages_in_order"]
 def leave(cache: PageCache, tokens: list[int], owner: int) -> Content:
     """Compute a prompt and let its request go."""
     content = Content.from_tokens(tokens, page_size=1, owner=owner)
-    holding = cache.open(cache.match(content, len(tokens)))
-    cache.grow(holding, len(tokens))
-    cache.close(holding, len(tokens), len(tokens))
+    table = cache.open(cache.match(content, len(tokens)))
+    cache.grow(table, len(tokens))
+    cache.close(table, len(tokens), len(tokens))
     return content
 
 
@@ -40,15 +40,15 @@ def drive(
     num_turns: int,
     *,
     after: Callable[[PageCache], object] = lambda cache: None,
-    transfers: Callable[[], Iterable[HeldPages]] = list,
+    transfers: Callable[[], Iterable[PinnedPages]] = list,
 ) -> None:
     """Open, grow, close, hold and let go at random, in a cache of some 24 pages; check laws L1 to L3 after each turn.
 
     `after` does something between turns, for which `transfers` hold paths.
     """
     dice = random.Random(seed)
-    open_now: list[tuple[Holding, Content]] = []
-    held: list[HeldPages] = []
+    open_now: list[tuple[BlockTable, Content]] = []
+    held: list[PinnedPages] = []
     for turn in range(num_turns):
         what = dice.random()
         if what < 0.5:
@@ -56,24 +56,24 @@ def drive(
             content = Content.from_tokens(tokens, page_size=1, owner=turn)
             match = cache.match(content, len(tokens))
             if len(tokens) - match.num_shared <= cache.num_free:
-                holding = cache.open(match)
-                cache.grow(holding, len(tokens))
-                open_now.append((holding, content))
+                table = cache.open(match)
+                cache.grow(table, len(tokens))
+                open_now.append((table, content))
         elif what < 0.9 and open_now:
-            holding, content = open_now.pop(dice.randrange(len(open_now)))
-            num_findable = holding.path[-1].end if holding.path else 0
-            cache.close(holding, dice.randint(num_findable, holding.num_pages), holding.num_pages)
+            table, content = open_now.pop(dice.randrange(len(open_now)))
+            num_findable = table.path[-1].end if table.path else 0
+            cache.close(table, dice.randint(num_findable, table.num_pages), table.num_pages)
         elif what < 0.95 and open_now:
             tokens = [dice.randrange(2) for _ in range(4)]
             held.append(hold_found(cache, cache.match(Content.from_tokens(tokens, page_size=1, owner=turn), 4)))
         elif held:
             cache.unhold(held.pop(dice.randrange(len(held))))
         after(cache)
-        cache.check([(holding, holding.num_pages) for holding, _ in open_now], [*held, *transfers()])
+        cache.check([(table, table.num_pages) for table, _ in open_now], [*held, *transfers()])
     for path in held:
         cache.unhold(path)
-    for holding, content in open_now:
-        cache.close(holding, content.num_known_pages, holding.num_pages)
+    for table, content in open_now:
+        cache.close(table, content.num_known_pages, table.num_pages)
     cache.check([], transfers())
 
 
@@ -97,9 +97,9 @@ class EvictionOrderContract:
         listed = [(node.content.owner, node.start, node.end) for node in order]
         assert len(listed) == len(set(listed)) == 4
         assert sum(end - start for _, start, end in listed) == cache.num_cached == 7
-        holding = cache.open(cache.match(other, 2))
+        table = cache.open(cache.match(other, 2))
         assert all(node.content is not other for node in order)
-        cache.close(holding, 2, 2)
+        cache.close(table, 2, 2)
         assert len(list(order)) == 4
 
     def test_asking_changes_nothing(self) -> None:
@@ -121,7 +121,7 @@ class EvictionOrderContract:
         path = hold_found(cache, cache.match(first.content, 3))
         assert list(order) == before
         assert order.next_run() is before[1]
-        cache.shed(3)
+        cache.evict(3)
         assert list(order) == [first, before[2]]
         cache.unhold(path)
         assert order.next_run() is first
@@ -129,16 +129,16 @@ class EvictionOrderContract:
     def test_what_was_held_while_it_was_referenced_is_passed_by_when_it_is_released(self) -> None:
         cache = self.make_cache(6)
         content = Content.from_tokens([1, 2, 3], page_size=1, owner=0)
-        holding = cache.open(cache.match(content, 0))
-        cache.grow(holding, 3)
-        cache.publish_pages(holding, 3)
+        table = cache.open(cache.match(content, 0))
+        cache.grow(table, 3)
+        cache.publish_pages(table, 3)
         path = hold_found(cache, cache.match(content, 3))
-        cache.close(holding, 3, 3)
+        cache.close(table, 3, 3)
         other = leave(cache, [4, 5, 6], 1)
         assert cache.tree.order.next_run().content is other
         cache.unhold(path)
         cache.check([])
-        cache.shed(6)
+        cache.evict(6)
         assert list(cache.tree.order) == []
 
     def test_a_split_moves_no_page(self) -> None:
@@ -167,11 +167,11 @@ class EvictionOrderContract:
         cache = self.make_cache(8)
         root, one, two = leave(cache, [1, 2], 0), leave(cache, [1, 2, 3], 1), leave(cache, [1, 2, 4, 5], 2)
         for _ in range(3):
-            holding = cache.open(cache.match(two, 4))
-            cache.close(holding, 4, 4)
+            table = cache.open(cache.match(two, 4))
+            cache.close(table, 4, 4)
         found = []
         while cache.num_cached:
-            cache.shed(1)
+            cache.evict(1)
             cache.check([])
             found.append([cache.match(content, 4).num_pages for content in (root, one, two)])
         assert all(min(first, 2) == min(second, 2) == min(third, 2) for first, second, third in found)
@@ -182,7 +182,7 @@ class EvictionOrderContract:
         """L1 to L3 at random, with a page for every id at the end."""
         cache = self.make_cache()
         drive(cache, seed, 300)
-        cache.shed(cache.num_cached)
+        cache.evict(cache.num_cached)
         cache.check([])
         assert list(cache.tree.order) == [] == list(cache.tree.nodes())
         assert cache.num_evicted > 24
@@ -193,7 +193,7 @@ class EvictionOrderContract:
         for _ in range(2):
             events: list[Event] = []
             cache = self.make_cache()
-            cache.tree.tell = events.append
+            cache.tree.emit = events.append
             drive(cache, seed, 200)
             victims.append(
                 [

@@ -292,7 +292,7 @@ def assert_of_own_requests(case: Case, config: FleetConfig) -> int:
     """What a worker tells of a store that workers share is about requests that it has got; return how much it tells."""
     told: dict[int, Told] = {}
     replay(case.trace(), config, observers_of=partial(told_to, told))
-    num_told = 0
+    num_emitted = 0
     for each in told.values():
         arrived: set[int] = set()
         for event in each.events:
@@ -300,5 +300,5 @@ def assert_of_own_requests(case: Case, config: FleetConfig) -> int:
                 arrived.add(event.request)
             elif isinstance(event, PagesStored | PagesRemoved) and event.medium == "store":
                 assert event.content.owner in arrived
-                num_told += 1
-    return num_told
+                num_emitted += 1
+    return num_emitted

@@ -29,12 +29,12 @@ def holds_more_important_work(device: SharedDevice, model: str, priority: int) -
 @contextmanager
 def guarantees_kept(reclaim_after_s: float) -> Iterator[None]:
     """Assert it of all devices meanwhile, with `reclaim_after_s` as they have it."""
-    end_turn, make_way = SharedDevice.end_turn, SharedDevice.make_way
+    end_turn, preempt_for = SharedDevice.end_turn, SharedDevice.preempt_for
 
     def checked_way(device: SharedDevice, model: str, request: Request, num_pages: int, *, to_admit: bool) -> bool:
         member = device._members[model]
         is_within = member.part.is_within(num_pages)
-        is_granted = make_way(device, model, request, num_pages, to_admit=to_admit)
+        is_granted = preempt_for(device, model, request, num_pages, to_admit=to_admit)
         if to_admit and not is_within:
             assert not is_granted
         elif is_within and not is_granted and reclaim_after_s < inf:
@@ -59,5 +59,5 @@ def guarantees_kept(reclaim_after_s: float) -> Iterator[None]:
                 assert num_wanted > part.cache.num_free - given or scheduler.running.chunked
         end_turn(device, model, has_released=has_released)
 
-    with patch.object(SharedDevice, "end_turn", checked_end), patch.object(SharedDevice, "make_way", checked_way):
+    with patch.object(SharedDevice, "end_turn", checked_end), patch.object(SharedDevice, "preempt_for", checked_way):
         yield

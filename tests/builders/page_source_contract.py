@@ -68,10 +68,10 @@ class PageSourceContract:
         before = answers(source, cache)
         num_free = source.num_free_to_admit(1)
         content = Content.from_tokens(range(num_pages), page_size=1, owner=0)
-        holding = cache.open(cache.match(content, 0))
-        cache.grow(holding, num_pages)
+        table = cache.open(cache.match(content, 0))
+        cache.grow(table, num_pages)
         assert source.num_free_to_admit(1) == num_free - num_pages
-        cache.close(holding, 0, num_pages)
+        cache.close(table, 0, num_pages)
         self.begin_turn(source)
         assert answers(source, cache) == before
 
@@ -79,9 +79,9 @@ class PageSourceContract:
         source, cache = self.made()
         num_free = source.num_free_to_admit(1)
         content = Content.from_tokens(range(7), page_size=1, owner=0)
-        holding = cache.open(cache.match(content, 0))
-        cache.grow(holding, 7)
-        cache.close(holding, 7, 7)
+        table = cache.open(cache.match(content, 0))
+        cache.grow(table, 7)
+        cache.close(table, 7, 7)
         self.begin_turn(source)
         assert cache.num_cached == 7
         assert source.num_free_to_admit(1) == num_free
@@ -91,15 +91,15 @@ class PageSourceContract:
         for num_pages in range(9):
             assert cache.num_used + cache.num_free + source.num_withheld == cache.pool.total
             content = Content.from_tokens(range(num_pages), page_size=1, owner=num_pages)
-            holding = cache.open(cache.match(content, 0))
+            table = cache.open(cache.match(content, 0))
             if num_pages > cache.num_free:
                 break
-            cache.grow(holding, num_pages)
+            cache.grow(table, num_pages)
             self.begin_turn(source)
 
     @pytest.mark.parametrize("to_admit", [True, False])
     def test_it_says_truly_whether_way_was_made(self, to_admit: bool) -> None:
         source, cache = self.made()
         before = answers(source, cache)
-        assert not source.make_way(asking(), cache.pool.total + 1, to_admit=to_admit), "more than there is"
+        assert not source.preempt_for(asking(), cache.pool.total + 1, to_admit=to_admit), "more than there is"
         assert answers(source, cache) == before

@@ -19,7 +19,7 @@ class NoOthers:
         """Return 0."""
         return 0
 
-    def make_way(self, model: str, request: Request, num_pages: int, *, to_admit: bool) -> bool:
+    def preempt_for(self, model: str, request: Request, num_pages: int, *, to_admit: bool) -> bool:
         """Return False."""
         return False
 

@@ -105,9 +105,9 @@ class EventReaderContract:
         reader = self.make(path)
         log = EventLog([reader, after])
         for events in batches:
-            assert log.tell is not None
+            assert log.emit is not None
             for event in events:
-                log.tell(event)
+                log.emit(event)
             log.flush()
         self.outcome(reader, path)
         assert after.batches == batches
@@ -115,7 +115,7 @@ class EventReaderContract:
     def test_it_says_whether_it_wants_details(self, tmp_path: Path) -> None:
         reader = self.make(tmp_path)
         wants_details = getattr(reader, "wants_details", True)
-        assert (EventLog([reader]).tell_details is not None) is wants_details
+        assert (EventLog([reader]).emit_details is not None) is wants_details
         self.outcome(reader, tmp_path)
 
     def test_without_details_it_reads_the_same(self, tmp_path: Path, batches: list[list[Event]]) -> None:

@@ -87,14 +87,14 @@ class PagesMachine(RuleBasedStateMachine, Generic[Known]):
         assert self.reserve.num_taken == len(held)
         wanted = sum(self.most_of(session) for session in self.sessions)
         assert self.reserve.num_pages == wanted + self.room_pages
-        holding = self.reserve.holding()
-        assert holding is not None and holding.page_ids is not None
-        assert len(set(holding.page_ids)) == self.reserve.num_pages
-        assert held <= set(holding.page_ids)
+        table = self.reserve.table()
+        assert table is not None and table.page_ids is not None
+        assert len(set(table.page_ids)) == self.reserve.num_pages
+        assert held <= set(table.page_ids)
         firsts = {page for session in self.sessions for table in session.pages.tables for page in table.by_block[0]}
         for page in firsts:
             assert self.reserve.is_shared(page) == self.is_shared(page)
-        self.cache.check([(holding, holding.num_pages)])
+        self.cache.check([(table, table.num_pages)])
 
     def teardown(self) -> None:
         if hasattr(self, "sessions"):

@@ -193,7 +193,7 @@ def mock_says(
 def check_at_rest(host: ModelHost) -> None:
     """Nothing is in use, and no page is kept for sessions."""
     host.core.scheduler.check()
-    assert host.core.scheduler.own_pages.reserve.num_pages == 0
+    assert host.core.scheduler.session_pages.reserve.num_pages == 0
     assert host.core.scheduler.cache.num_used == 0
     assert not host.core.scheduler.has_work
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvarts.core.content import Content
-from kvarts.core.kv.group_pages import GroupPages, HeldParts, IncomingParts, PartHolding
+from kvarts.core.kv.group_pages import GroupPages, GroupTable, IncomingParts, PinnedParts
 from kvarts.core.kv.groups import GroupMemory, PartGroup, Retention
 from kvarts.core.kv.layers import KvKind
-from kvarts.core.kv.runs import EvictionSlot, LruEntry, PartRun, RunHolding
+from kvarts.core.kv.runs import EvictionSlot, LruEntry, PartRun, RunTable
 from kvarts.core.kv.transfer import Direction, TransferReport
 from kvarts.core.tiers.channel import Channel
 from kvarts.core.tiers.layout import ConnectedTier
@@ -51,7 +51,7 @@ def prompts(draw: st.DrawFn) -> list[int]:
 @dataclass
 class Holder:
     content: Content
-    holding: RunHolding
+    table: RunTable
     sequence: NaiveSequence
     num_known: int | None = None
     """How many of its tokens others may have, once it decodes."""
@@ -62,7 +62,7 @@ class Load:
     transfer: int
     request: int
     content: Content
-    holding: PartHolding
+    table: GroupTable
     sequence: NaiveSequence
     parts: list[list[NaiveBelow]]
     by_tier: tuple[int, ...]
@@ -229,22 +229,22 @@ class TieredMachine(RuleBasedStateMachine):
         sequence = self.model.open(tokens, tenant, length, num_new, is_end=is_end)
         if sequence is None:
             return
-        holding = self.parts.begin(content, match)
-        self.grow(holding, sequence.num_tokens, is_end)
+        table = self.parts.begin(content, match)
+        self.grow(table, sequence.num_tokens, is_end)
         self.model.note(sequence, is_end=is_end, is_prompt=is_end)
-        self.holders.append(Holder(content, holding, sequence))
+        self.holders.append(Holder(content, table, sequence))
 
-    def grow(self, holding: RunHolding, num_tokens: int, is_end: bool) -> None:
+    def grow(self, table: RunTable, num_tokens: int, is_end: bool) -> None:
         """Snapshots are made where the tokens end, and not on the way."""
-        self.parts._grow(holding, num_tokens, is_end)
+        self.parts._grow(table, num_tokens, is_end)
         self.cache.count()
 
     def computing(self) -> list[Holder]:
-        return [holder for holder in self.holders if not holder.holding.is_decoding]
+        return [holder for holder in self.holders if not holder.table.is_decoding]
 
     def decoding(self) -> list[Holder]:
-        decoding = [holder for holder in self.holders if holder.holding.is_decoding]
-        return sorted(decoding, key=lambda holder: holder.holding.admission)
+        decoding = [holder for holder in self.holders if holder.table.is_decoding]
+        return sorted(decoding, key=lambda holder: holder.table.admission)
 
     @precondition(lambda self: self.computing())
     @rule(data=st.data(), num_new=st.integers(1, 6), is_end=st.booleans())
@@ -256,9 +256,9 @@ class TieredMachine(RuleBasedStateMachine):
             token = data.draw(st.integers(0, 1))
             tokens.append(token)
             holder.content.append(token.to_bytes(8, "little"))
-        self.parts.settle(holder.holding, holder.sequence.num_tokens)
+        self.parts.free_skipped(holder.table, holder.sequence.num_tokens)
         if self.model.advance(holder.sequence, num_new, is_end=is_end):
-            self.grow(holder.holding, holder.sequence.num_tokens, is_end)
+            self.grow(holder.table, holder.sequence.num_tokens, is_end)
             self.model.note(holder.sequence, is_end=is_end, is_prompt=is_end)
         self.cache.count()
 
@@ -281,9 +281,9 @@ class TieredMachine(RuleBasedStateMachine):
         holder.num_known = len(holder.sequence.tokens)
         self.tokens_of[holder.content.owner] = holder.sequence.tokens
         self.model.settle(holder.sequence)
-        self.parts.settle(holder.holding, holder.sequence.num_tokens)
+        self.parts.free_skipped(holder.table, holder.sequence.num_tokens)
         self.num_owners += 1
-        self.parts.decodes.start(holder.holding, self.num_owners)
+        self.parts.decodes.start(holder.table, self.num_owners)
         self.cache.count()
 
     @precondition(lambda self: self.decoding())
@@ -347,9 +347,9 @@ class TieredMachine(RuleBasedStateMachine):
         assert holder.num_known is not None
         page_size = self.cache.page_size
         self.offloader.begin_step(self.now_ns)  # what was complete before is stored first
-        self.offloader.keep_state(holder.content, holder.sequence.num_tokens, PartHolding(holder.holding))
-        self.close_parts(holder.holding, holder.sequence.num_tokens)
-        self.offloader.preempted(holder.content, holder.sequence.num_tokens // page_size, PartHolding(holder.holding))
+        self.offloader.keep_state(holder.content, holder.sequence.num_tokens, GroupTable(holder.table))
+        self.close_parts(holder.table, holder.sequence.num_tokens)
+        self.offloader.preempted(holder.content, holder.sequence.num_tokens // page_size, GroupTable(holder.table))
         self.model.preempt(holder.sequence, holder.num_known)
         self.preempted.append(holder)
         if stores:
@@ -383,9 +383,9 @@ class TieredMachine(RuleBasedStateMachine):
                 self.model.unpin(parts)
             else:
                 number = self.offloader.num_transfers
-                holding = self.incoming.open_offered(content, self.offloader.layout.offered(self.num_owners), 0)
-                self.offloader.start_load(self.num_owners, content, on_device, offer.num_pages, holding)
-                load = Load(number, self.num_owners, content, holding, sequence, parts, offer.by_tier)
+                table = self.incoming.open_offered(content, self.offloader.layout.offered(self.num_owners), 0)
+                self.offloader.start_load(self.num_owners, content, on_device, offer.num_pages, table)
+                load = Load(number, self.num_owners, content, table, sequence, parts, offer.by_tier)
                 load.num_known = holder.num_known
                 num_parts = load.num_parts
                 self.end_load_as(load, num_parts if data is None else data.draw(st.integers(0, num_parts - 1)))
@@ -406,12 +406,12 @@ class TieredMachine(RuleBasedStateMachine):
             tokens.append(self.model.first_private + self.num_owners)
         sequence = self.model.open(tokens, tenant, on_device, 1)
         if sequence is not None:
-            holding = self.parts.begin(content, match)
-            self.grow(holding, sequence.num_tokens, is_end=False)
+            table = self.parts.begin(content, match)
+            self.grow(table, sequence.num_tokens, is_end=False)
             self.model.note(sequence, is_end=False, num_known=holder.num_known)
             self.resume(holder)
             self.offloader.begin_step(self.now_ns)
-            self.end(Holder(content, holding, sequence, holder.num_known))
+            self.end(Holder(content, table, sequence, holder.num_known))
 
     def resume(self, holder: Holder) -> None:
         """A preempted request has begun again: what was kept of its state is dropped."""
@@ -426,14 +426,14 @@ class TieredMachine(RuleBasedStateMachine):
         self.end(holder)
 
     def end(self, holder: Holder) -> None:
-        self.close_parts(holder.holding, holder.sequence.num_tokens)
+        self.close_parts(holder.table, holder.sequence.num_tokens)
         self.model.keep_tails(holder.sequence)
         self.model.note(holder.sequence, is_end=True, num_known=holder.num_known)
         self.model.close(holder.sequence)
 
-    def close_parts(self, holding: RunHolding, num_tokens: int) -> None:
+    def close_parts(self, table: RunTable, num_tokens: int) -> None:
         page_size = self.cache.page_size
-        self.parts.close(holding, num_tokens // page_size, -(-num_tokens // page_size))
+        self.parts.close(table, num_tokens // page_size, -(-num_tokens // page_size))
         self.cache.count()
 
     @rule(tokens=prompts())
@@ -601,10 +601,10 @@ class TieredMachine(RuleBasedStateMachine):
             self.model.unpin(parts)
             return
         number = self.offloader.num_transfers
-        holding = self.incoming.open_offered(content, self.offloader.layout.offered(self.num_owners), 0)
-        self.offloader.start_load(self.num_owners, content, on_device, length - on_device, holding)
+        table = self.incoming.open_offered(content, self.offloader.layout.offered(self.num_owners), 0)
+        self.offloader.start_load(self.num_owners, content, on_device, length - on_device, table)
         by_tier = self.after(0, lengths[:depth])
-        self.loads.append(Load(number, self.num_owners, content, holding, sequence, parts, by_tier))
+        self.loads.append(Load(number, self.num_owners, content, table, sequence, parts, by_tier))
         if ends:
             self.end_load_as(load := self.loads.pop(), load.num_parts)
 
@@ -642,9 +642,9 @@ class TieredMachine(RuleBasedStateMachine):
         number = self.offloader.num_transfers
         match = self.cache.match(content, (len(tokens) - 1) // page_size)
         assert match.num_pages == on_device
-        holding = self.incoming.open_with_front(match, found, front_end, 0)
-        self.offloader.start_load(request, content, front_end, length - front_end, holding, num_front)
-        self.loads.append(Load(number, request, content, holding, begun[1], parts, by_tier, begun[0], front_end))
+        table = self.incoming.open_with_front(match, found, front_end, 0)
+        self.offloader.start_load(request, content, front_end, length - front_end, table, num_front)
+        self.loads.append(Load(number, request, content, table, begun[1], parts, by_tier, begun[0], front_end))
         return True
 
     @precondition(lambda self: any(load.has_front(self.cache.page_size) for load in self.loads))
@@ -656,10 +656,10 @@ class TieredMachine(RuleBasedStateMachine):
         assert front is not None
         start = front.num_tokens
         end = min(load.front_end * page_size, start + self.within_page(front, num_new))
-        self.incoming.begin_front(load.holding, start, 0)
+        self.incoming.begin_front(load.table, start, 0)
         fits = self.model.advance(front, end - start)
         if fits:
-            self.incoming.extend_front(load.holding, end)
+            self.incoming.extend_front(load.table, end)
             self.model.note(front, is_end=False)
         self.cache.count()
         if not load.has_front(page_size) and load.num_good >= 0:
@@ -674,10 +674,10 @@ class TieredMachine(RuleBasedStateMachine):
         self.end_front(load, goes_on=False)
 
     def end_front(self, load: Load, *, goes_on: bool = True) -> None:
-        self.incoming.join_front(load.holding)
+        self.incoming.join_front(load.table)
         assert load.front is not None
         self.model.join(load.front, load.sequence)
-        holder = Holder(load.content, load.holding.parts, load.sequence)
+        holder = Holder(load.content, load.table.parts, load.sequence)
         if goes_on and load.num_good == load.num_parts:
             self.holders.append(holder)
         else:
@@ -704,7 +704,7 @@ class TieredMachine(RuleBasedStateMachine):
         load.num_good = load.num_parts
         self.used.append(load)
         if load.front is None:
-            self.holders.append(Holder(load.content, load.holding.parts, load.sequence))
+            self.holders.append(Holder(load.content, load.table.parts, load.sequence))
         else:
             self.end_front(load)
 
@@ -719,10 +719,10 @@ class TieredMachine(RuleBasedStateMachine):
         sizes = [self.model.below[0].size(part) for of_tier in load.parts for part in of_tier]
         num_blocks = sum(sizes[:num_good]) // self.block_bytes
         self.end_transfer(load.transfer, None if is_good else num_blocks)
-        self.model.end_load(load.sequence, load.holding.num_pages, load.parts, num_good, is_used=is_used)
+        self.model.end_load(load.sequence, load.table.num_pages, load.parts, num_good, is_used=is_used)
         (loaded,) = self.offloader.take_loaded()
         assert loaded.request == load.request
-        assert loaded.num_pages == (load.holding.num_pages if is_good else 0)
+        assert loaded.num_pages == (load.table.num_pages if is_good else 0)
         assert loaded.by_tier == (load.by_tier if is_good else (0,) * len(self.tiers))
         if is_used:
             return
@@ -733,7 +733,7 @@ class TieredMachine(RuleBasedStateMachine):
             else:
                 self.end_front(load)
             return
-        holder = Holder(load.content, load.holding.parts, load.sequence, load.num_known)
+        holder = Holder(load.content, load.table.parts, load.sequence, load.num_known)
         if is_good:
             self.holders.append(holder)
         else:
@@ -745,10 +745,10 @@ class TieredMachine(RuleBasedStateMachine):
             return
         self.carry_out()
         cache, model = self.parts, self.model
-        holdings = [holder.holding for holder in self.holders] + [load.holding.parts for load in self.loads]
-        holdings += [load.holding.tail for load in self.loads if load.holding.tail is not None]
-        holdings += [held.parts for held in self.offloader.holds() if isinstance(held, HeldParts)]
-        cache.check(holdings)
+        tables = [holder.table for holder in self.holders] + [load.table.parts for load in self.loads]
+        tables += [load.table.tail for load in self.loads if load.table.tail is not None]
+        tables += [held.parts for held in self.offloader.holds() if isinstance(held, PinnedParts)]
+        cache.check(tables)
         self.offloader.check()
         self.agrees_on_memory()
         assert listed_pages(cache) == [
@@ -811,10 +811,10 @@ class TieredMachine(RuleBasedStateMachine):
             load = self.loads.pop()
             if load.num_good < 0:
                 self.end_transfer(load.transfer, 0)
-            self.incoming.join_front(load.holding)
-            self.close_parts(load.holding.parts, load.holding.parts.num_tokens)
+            self.incoming.join_front(load.table)
+            self.close_parts(load.table.parts, load.table.parts.num_tokens)
         for holder in self.holders:
-            self.close_parts(holder.holding, holder.sequence.num_tokens)
+            self.close_parts(holder.table, holder.sequence.num_tokens)
         self.parts.check([])
         self.offloader.check()
         assert self.parts.used_bytes == 0, "L2: something is held at rest"

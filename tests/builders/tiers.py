@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvarts.core.content import Content
 from kvarts.core.engine import Engine
-from kvarts.core.kv.runs import holding_of_transfer
+from kvarts.core.kv.runs import table_of_transfer
 from kvarts.core.kv.span_tree import SpanTree
 from kvarts.core.tiers.offloader import Offloader
 from kvarts.core.tiers.page_layout import PageLayout
@@ -23,7 +23,7 @@ def offloader_of(engine: Engine | Replica) -> Offloader[PageLayout]:
 
 def store_parts(tier: PartTier, tree: SpanTree, content: Content, group: int, start: int, end: int) -> None:
     """Store what is missing of pages [start, end) of a group in `tier`, whose parts are in `tree`."""
-    pin = holding_of_transfer(len(tier.groups))
+    pin = table_of_transfer(len(tier.groups))
     with tree.spans_of(content, end) as spans:
         for span, begin, stop in spans:
             page = max(begin, start)

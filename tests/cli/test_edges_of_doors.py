@@ -13,8 +13,8 @@ pytest.importorskip("zmq", reason="needs kvarts[serve]")
 
 from kvarts.base.errors import ConfigError
 from kvarts.doors.watch.sockets import EngineStream
-from kvarts.plan.calibrate.design import MOST_STEPS
-from kvarts.plan.sweep import MOST_POINTS
+from kvarts.plan.calibrate.experiment import MOST_STEPS
+from kvarts.plan.grid import MOST_POINTS
 
 SESSIONS = ("serve", "sessions", "--mock", "--bind", "127.0.0.1:0")
 WATCH = ("watch", "--duration", "0.1")

@@ -9,7 +9,7 @@ from kvarts.core.kv import decodes
 from kvarts.core.kv.groups import GroupMemory, PartGroup
 from kvarts.core.kv.layers import KvLayer
 from kvarts.core.kv.run_cache import RunCache
-from kvarts.core.kv.runs import RunHolding, Stream, Turns
+from kvarts.core.kv.runs import RunTable, Stream, Turns
 from kvarts.core.request import Request
 from kvarts.core.sched.wheel import DecodeWheel
 
@@ -48,16 +48,16 @@ class Account:
         self.num_evicted += count
 
 
-class Holding:
-    """The holding of a stream, as far as that reads it."""
+class BlockTable:
+    """The block table of a stream, as far as that reads it."""
 
     admission = 0
 
 
 def test_the_streams() -> None:
-    holding: Any = Holding()
+    table: Any = BlockTable()
     account: Any = Account()
-    a, b = Stream(holding, 0, 0, 1, keeps=True), Stream(holding, 0, 0, 3, keeps=True)
+    a, b = Stream(table, 0, 0, 1, keeps=True), Stream(table, 0, 0, 3, keeps=True)
     turns = Turns()
     turns.streams = [a, b, a, b, a]
     assert turns.evict(account, 3) == account.num_evicted == 3
@@ -67,9 +67,9 @@ def test_the_streams() -> None:
 
 def test_a_stream_with_a_hole() -> None:
     """The end of the same example: another sequence finds A's page 2."""
-    holding: Any = Holding()
+    table: Any = BlockTable()
     account: Any = Account()
-    a, b = Stream(holding, 0, 0, 1, keeps=True), Stream(holding, 0, 0, 3, keeps=True)
+    a, b = Stream(table, 0, 0, 1, keeps=True), Stream(table, 0, 0, 3, keeps=True)
     a.holes, a.watch = [(2, 3)], -1
     turns = Turns()
     turns.streams = [a, b, a, b, a]
@@ -79,14 +79,14 @@ def test_a_stream_with_a_hole() -> None:
     assert turns.evict(account, 5) == account.num_evicted == 4, "all turns are taken, and that of page 2 is skipped"
 
 
-def one_window(num_pages: int) -> tuple[RunCache, RunHolding]:
+def one_window(num_pages: int) -> tuple[RunCache, RunTable]:
     """A decode from position 0 on, with pages and a window of 4 tokens, alone in a memory of `num_pages` pages."""
     window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=4), 1)
     cache = RunCache(GroupMemory((window,)), page_size=4, total_bytes=num_pages)
     content = Content.from_tokens(range(64), page_size=4, owner=0)
-    holding = cache.begin(content, cache.match(content, 0))
-    cache.decodes.start(holding, 0)
-    return cache, holding
+    table = cache.begin(content, cache.match(content, 0))
+    cache.decodes.start(table, 0)
+    return cache, table
 
 
 def test_the_slots_of_decodes() -> None:

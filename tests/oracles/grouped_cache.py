@@ -29,13 +29,13 @@ from kvarts.core.kv.pool import PageError, PageId
 
 from oracles.part_events import reach
 from oracles.part_pool import PartPool
-from oracles.parts import GroupedHolding, GroupMatch, Part
+from oracles.parts import GroupedTable, GroupMatch, Part
 
-__all__ = ["GroupMatch", "GroupedCache", "GroupedHolding", "PartGroup", "Retention"]
+__all__ = ["GroupMatch", "GroupedCache", "GroupedTable", "PartGroup", "Retention"]
 
 
 class GroupedCache(PartPool):
-    """A PartPool, and the sequences that hold its parts. Raises PageError for a holding closed twice."""
+    """A PartPool, and the sequences that hold its parts. Raises PageError for a block table closed twice."""
 
     # What groups need -------------------------------------------------------------------------------------
 
@@ -87,30 +87,30 @@ class GroupedCache(PartPool):
 
     # Sequences --------------------------------------------------------------------------------------------
 
-    def open(self, content: Content, match: GroupMatch, num_new: int, *, is_end: bool = False) -> GroupedHolding | None:
+    def open(self, content: Content, match: GroupMatch, num_new: int, *, is_end: bool = False) -> GroupedTable | None:
         """Begin a sequence with what was found, and take what its next `num_new` tokens need, see `advance`.
 
         Return None, and change nothing, if that does not fit.
         """
-        holding = self._found(content, match)
-        missing_bytes = self.missing_bytes(holding, num_new)
-        if missing_bytes + self.idle_bytes(holding) > self.room_bytes:
+        table = self._found(content, match)
+        missing_bytes = self.missing_bytes(table, num_new)
+        if missing_bytes + self.idle_bytes(table) > self.room_bytes:
             return None
-        self._hold(holding)
-        self._grow(holding, num_new, is_end)
-        return holding
+        self._hold(table)
+        self._grow(table, num_new, is_end)
+        return table
 
-    def begin(self, content: Content, match: GroupMatch) -> GroupedHolding:
+    def begin(self, content: Content, match: GroupMatch) -> GroupedTable:
         """Begin a sequence with what was found; the cache must not have changed since. `extend` may follow."""
-        holding = self._found(content, match)
-        self._hold(holding)
-        return holding
+        table = self._found(content, match)
+        self._hold(table)
+        return table
 
-    def _found(self, content: Content, match: GroupMatch) -> GroupedHolding:
-        """Return a holding of what was found, which holds nothing yet."""
+    def _found(self, content: Content, match: GroupMatch) -> GroupedTable:
+        """Return a block table of what was found, which holds nothing yet."""
         num_tokens = match.num_pages * self.page_size
         found = self.found_parts(match)
-        return GroupedHolding(content, num_tokens, list(match.names), found, [None] * len(self.groups))
+        return GroupedTable(content, num_tokens, list(match.names), found, [None] * len(self.groups))
 
     def found_parts(self, match: GroupMatch) -> list[dict[int, Part]]:
         """Return the parts that a sequence begins with after `match`, for each group by page."""
@@ -121,29 +121,29 @@ class GroupedCache(PartPool):
             found.append({page: match.names[page].copies[index][0] for page in pages})
         return found
 
-    def idle_bytes(self, holding: GroupedHolding) -> int:
+    def idle_bytes(self, table: GroupedTable) -> int:
         """Return the bytes of parts of a sequence that nothing holds."""
         return sum(
-            self.groups[part.group].part_bytes for parts in holding.parts for part in parts.values() if not part.refs
+            self.groups[part.group].part_bytes for parts in table.parts for part in parts.values() if not part.refs
         )
 
-    def _hold(self, holding: GroupedHolding) -> None:
-        for parts in holding.parts:
+    def _hold(self, table: GroupedTable) -> None:
+        for parts in table.parts:
             self._pin_path(list(parts.values()))
-        for name in holding.names:
+        for name in table.names:
             self._names.use(name)
 
-    def advance(self, holding: GroupedHolding, num_new: int, *, is_end: bool = False) -> bool:
+    def advance(self, table: GroupedTable, num_new: int, *, is_end: bool = False) -> bool:
         """Give back what no token from here on attends to, then take what the next `num_new` tokens need.
 
         Return whether that fits; if not, nothing was taken. `is_end`: other sequences may go on from here, as after a
         prompt: the tails of windows are kept, and a snapshot of states if a page ends here and there is room for it.
         """
-        self._check_open(holding)
-        self._settle(holding)
-        if self.missing_bytes(holding, num_new) > self.room_bytes:
+        self._check_open(table)
+        self._settle(table)
+        if self.missing_bytes(table, num_new) > self.room_bytes:
             return False
-        self._grow(holding, num_new, is_end)
+        self._grow(table, num_new, is_end)
         return True
 
     # Prompts that are computed elsewhere
@@ -163,25 +163,25 @@ class GroupedCache(PartPool):
                     num_bytes += group.part_bytes
         return num_bytes
 
-    def open_to_receive(self, content: Content, match: GroupMatch, num_tokens: int) -> GroupedHolding:
+    def open_to_receive(self, content: Content, match: GroupMatch, num_tokens: int) -> GroupedTable:
         """Hold what was found, and take the other parts that the last of `num_tokens` tokens needs."""
-        holding = self._found(content, match)
-        self._hold(holding)
-        holding.num_tokens = num_tokens - 1
-        self._settle(holding)
+        table = self._found(content, match)
+        self._hold(table)
+        table.num_tokens = num_tokens - 1
+        self._settle(table)
         for index, group in enumerate(self.groups):
             if group.is_state:
-                (holding.states[index],) = self._take(index, 1)
+                (table.states[index],) = self._take(index, 1)
                 continue
             pages = [page for page in self._last_needs(group, num_tokens) if page >= match.num_pages]
-            holding.parts[index].update(zip(pages, self._take(index, len(pages)), strict=True))
-        holding.num_tokens = num_tokens
-        return holding
+            table.parts[index].update(zip(pages, self._take(index, len(pages)), strict=True))
+        table.num_tokens = num_tokens
+        return table
 
-    def receive(self, holding: GroupedHolding) -> None:
+    def receive(self, table: GroupedTable) -> None:
         """Make findable what has arrived."""
-        self._name(holding)
-        self._keep_tails(holding)
+        self._name(table)
+        self._keep_tails(table)
 
     def _last_needs(self, group: PartGroup, num_tokens: int) -> list[int]:
         sink, first = self._needed(group, num_tokens - 1)
@@ -189,70 +189,70 @@ class GroupedCache(PartPool):
 
     # What `advance` does, in parts, for a scheduler: the caller sees to it that everything fits.
 
-    def extend(self, holding: GroupedHolding, num_tokens: int, *, is_end: bool = False) -> None:
+    def extend(self, table: GroupedTable, num_tokens: int, *, is_end: bool = False) -> None:
         """Take what tokens up to `num_tokens` need, and make the pages that they fill findable.
 
         `is_end`: see `advance`; a snapshot is made at the last page end up to there, on the way.
         """
         page_end = num_tokens - num_tokens % self.page_size
         if any(group.is_state for group in self.groups):
-            self._take_for(holding, num_tokens)  # all its pages first: they evict no snapshot of its own
-        if is_end and page_end != num_tokens and page_end > holding.num_tokens:
-            self._grow(holding, page_end - holding.num_tokens, is_end, is_midway=True)
-        self._grow(holding, num_tokens - holding.num_tokens, is_end)
+            self._take_for(table, num_tokens)  # all its pages first: they evict no snapshot of its own
+        if is_end and page_end != num_tokens and page_end > table.num_tokens:
+            self._grow(table, page_end - table.num_tokens, is_end, is_midway=True)
+        self._grow(table, num_tokens - table.num_tokens, is_end)
 
-    def take_page(self, holding: GroupedHolding, page: int) -> None:
-        """Take the parts of `page`, the next of `holding`, of which no token is computed yet."""
+    def take_page(self, table: GroupedTable, page: int) -> None:
+        """Take the parts of `page`, the next of `table`, of which no token is computed yet."""
         for index, group in enumerate(self.groups):
             if not group.is_state:
-                (holding.parts[index][page],) = self._take(index, 1)
+                (table.parts[index][page],) = self._take(index, 1)
 
-    def fill_page(self, holding: GroupedHolding, num_tokens: int) -> None:
+    def fill_page(self, table: GroupedTable, num_tokens: int) -> None:
         """Make the page that ends with `num_tokens` tokens findable; `take_page` took it."""
-        holding.num_tokens = num_tokens
-        self._name(holding)
+        table.num_tokens = num_tokens
+        self._name(table)
 
-    def drop_pages(self, holding: GroupedHolding, num_pages: int) -> None:
-        """Undo `take_page` for all but the first `num_pages` pages of `holding`."""
-        assert num_pages >= len(holding.names), "a page that can be found has no token"
-        for index, parts in enumerate(holding.parts):
+    def drop_pages(self, table: GroupedTable, num_pages: int) -> None:
+        """Undo `take_page` for all but the first `num_pages` pages of `table`."""
+        assert num_pages >= len(table.names), "a page that can be found has no token"
+        for index, parts in enumerate(table.parts):
             pages = [page for page in parts if page >= num_pages]
             if pages:
                 self._release(index, [parts.pop(page) for page in reversed(pages)])
 
-    def settle(self, holding: GroupedHolding, num_tokens: int) -> None:
+    def settle(self, table: GroupedTable, num_tokens: int) -> None:
         """Give back what no token from `num_tokens` on attends to; all before are computed."""
-        holding.num_tokens = num_tokens
-        self._settle(holding)
+        table.num_tokens = num_tokens
+        self._settle(table)
 
     def clear(self) -> None:
         """Evict everything that is cached."""
         self.evict(self.free_bytes)
 
-    def close(self, holding: GroupedHolding) -> None:
+    def close(self, table: GroupedTable) -> None:
         """Release everything, group by group, the deepest part first: what can be found is cached, the rest empty."""
-        self._check_open(holding)
-        self._keep_tails(holding)
-        for index, parts in enumerate(holding.parts):
-            state = holding.states[index]
+        self._check_open(table)
+        self._keep_tails(table)
+        for index, parts in enumerate(table.parts):
+            state = table.states[index]
             if state is not None:
                 self._release(index, (state,))
             self._release(index, [parts[page] for page in sorted(parts, reverse=True)])
-        for name in reversed(holding.names):
+        for name in reversed(table.names):
             self._names.drop(name)
-        holding.parts, holding.states, holding.names, holding.snapshots = [], [], [], []
-        holding.is_open = False
+        table.parts, table.states, table.names, table.snapshots = [], [], [], []
+        table.is_open = False
 
-    def _check_open(self, holding: GroupedHolding) -> None:
-        if not holding.is_open:
-            raise PageError("the holding is closed")
+    def _check_open(self, table: GroupedTable) -> None:
+        if not table.is_open:
+            raise PageError("the block table is closed")
 
-    def _settle(self, holding: GroupedHolding) -> None:
+    def _settle(self, table: GroupedTable) -> None:
         """Give back the parts that no token from here on attends to, the deepest first."""
-        for index, (group, parts) in enumerate(zip(self.groups, holding.parts, strict=True)):
+        for index, (group, parts) in enumerate(zip(self.groups, table.parts, strict=True)):
             if group.layer.kind in ("full", "latent"):
                 continue
-            sink, first = self._needed(group, holding.num_tokens)
+            sink, first = self._needed(group, table.num_tokens)
             # Pages are in order, so what is given back follows those of the sink.
             given = []
             for page in parts:
@@ -262,67 +262,67 @@ class GroupedCache(PartPool):
                     given.append(page)
             if given:
                 if self._events is not None:
-                    self._events.given_back(holding.content, index, given)
+                    self._events.given_back(table.content, index, given)
                 self._release(index, [parts.pop(page) for page in reversed(given)])
 
-    def missing_bytes(self, holding: GroupedHolding, num_new: int) -> int:
-        """Return the bytes that the next `num_new` tokens need and `holding` does not have."""
+    def missing_bytes(self, table: GroupedTable, num_new: int) -> int:
+        """Return the bytes that the next `num_new` tokens need and `table` does not have."""
         check_whole(num_new, "num_new")
-        end_page = -(-(holding.num_tokens + num_new) // self.page_size)
-        num_pages = end_page - -(-holding.num_tokens // self.page_size)
+        end_page = -(-(table.num_tokens + num_new) // self.page_size)
+        num_pages = end_page - -(-table.num_tokens // self.page_size)
         num_bytes = 0
         for index, group in enumerate(self.groups):
             count = min(num_pages, 1) if self._aligned[index] else num_pages
-            num_bytes += group.part_bytes * (holding.states[index] is None if group.is_state else count)
+            num_bytes += group.part_bytes * (table.states[index] is None if group.is_state else count)
         return num_bytes
 
-    def _grow(self, holding: GroupedHolding, num_new: int, is_end: bool, *, is_midway: bool = False) -> None:
-        self._take_for(holding, holding.num_tokens + num_new)
-        holding.num_tokens += num_new
-        self._name(holding)
+    def _grow(self, table: GroupedTable, num_new: int, is_end: bool, *, is_midway: bool = False) -> None:
+        self._take_for(table, table.num_tokens + num_new)
+        table.num_tokens += num_new
+        self._name(table)
         if is_end:
-            self._keep_tails(holding)
-            if not (is_midway or holding.num_tokens % self.page_size):
-                self._keep_tails(holding, num_before=1)
-            if not holding.num_tokens % self.page_size:
-                self._keep_snapshots(holding)
+            self._keep_tails(table)
+            if not (is_midway or table.num_tokens % self.page_size):
+                self._keep_tails(table, num_before=1)
+            if not table.num_tokens % self.page_size:
+                self._keep_snapshots(table)
 
-    def _take_for(self, holding: GroupedHolding, num_tokens: int) -> None:
-        """Take what tokens up to `num_tokens` need and `holding` does not have."""
-        first_page, end_page = -(-holding.num_tokens // self.page_size), -(-num_tokens // self.page_size)
+    def _take_for(self, table: GroupedTable, num_tokens: int) -> None:
+        """Take what tokens up to `num_tokens` need and `table` does not have."""
+        first_page, end_page = -(-table.num_tokens // self.page_size), -(-num_tokens // self.page_size)
         for index, group in enumerate(self.groups):
             if not group.is_state:
-                parts = holding.parts[index]
+                parts = table.parts[index]
                 pages = range(first_page, end_page)[-1:] if self._aligned[index] else range(first_page, end_page)
                 missing = [page for page in pages if page not in parts]
                 parts.update(zip(missing, self._take(index, len(missing)), strict=True))
-            elif holding.states[index] is None:
-                (holding.states[index],) = self._take(index, 1)
+            elif table.states[index] is None:
+                (table.states[index],) = self._take(index, 1)
 
-    def _keep_tails(self, holding: GroupedHolding, num_before: int = 0) -> None:
+    def _keep_tails(self, table: GroupedTable, num_before: int = 0) -> None:
         """Mark what the token after the last full page attends to, or `num_before` pages before.
 
         The same prompt goes on a page before its end if that is a page end, as it computes its last token again.
         """
-        num_pages = holding.num_tokens // self.page_size - num_before
-        for group, parts in zip(self.groups, holding.parts, strict=True):
+        num_pages = table.num_tokens // self.page_size - num_before
+        for group, parts in zip(self.groups, table.parts, strict=True):
             if group.is_bounded:
                 sink, first = self._needed(group, num_pages * self.page_size)
                 for page in (*range(sink), *range(first, num_pages)):
                     if page in parts:
                         parts[page].is_kept = True
 
-    def _name(self, holding: GroupedHolding) -> None:
+    def _name(self, table: GroupedTable) -> None:
         """Make parts of full pages findable."""
-        names, content = holding.names, holding.content
-        end_page = holding.num_tokens // self.page_size
+        names, content = table.names, table.content
+        end_page = table.num_tokens // self.page_size
         if len(names) == end_page:
             return
         self.num_published += len(names) < content.num_known_pages
         name = names[-1] if names else self._names.root(content.salt)
         by_group = [
             (index, parts)
-            for index, (group, parts) in enumerate(zip(self.groups, holding.parts, strict=True))
+            for index, (group, parts) in enumerate(zip(self.groups, table.parts, strict=True))
             if not group.is_state
         ]
         events = self._events
@@ -341,9 +341,9 @@ class GroupedCache(PartPool):
         if events is not None:
             events.told()
 
-    def _keep_snapshots(self, holding: GroupedHolding) -> None:
+    def _keep_snapshots(self, table: GroupedTable) -> None:
         """Copy the states to parts of their own, as far as these are not there already and fit."""
-        name = holding.names[-1]
+        name = table.names[-1]
         missing = [index for index, group in enumerate(self.groups) if group.is_state and not name.copies[index]]
         if sum(self.groups[index].part_bytes for index in missing) > self.room_bytes:
             return
@@ -351,23 +351,23 @@ class GroupedCache(PartPool):
         for index in missing:
             (part,) = self._take(index, 1)
             if self._events is not None:
-                self._events.comes(holding.content, index, name)
+                self._events.comes(table.content, index, name)
                 self._events.told()
             self._publish(part, name)
             if self._blocks is not None:
-                holding.snapshots.append((holding.num_tokens, part))
+                table.snapshots.append((table.num_tokens, part))
             self._release(index, (part,))  # a copy that nothing holds
 
     # Laws -------------------------------------------------------------------------------------------------
 
-    def check(self, holdings: Iterable[GroupedHolding], taken_ids: Sequence[PageId] = ()) -> None:
+    def check(self, tables: Iterable[GroupedTable], taken_ids: Sequence[PageId] = ()) -> None:
         """Assert that bytes are conserved, and that parts are held exactly as often as sequences say.
 
         `taken_ids`: the blocks that `take_blocks` took.
         """
         held: dict[Part, int] = {}
-        for holding in holdings:
-            for part in holding.held():
+        for table in tables:
+            for part in table.held():
                 held[part] = held.get(part, 0) + 1
         used = [0] * len(self.groups)
         for part, refs in held.items():

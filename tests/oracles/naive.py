@@ -420,7 +420,7 @@ class NaiveEngine:
     def fits(self, head: NaiveRequest, num_pages: int) -> bool:
         return num_pages <= self.num_free()
 
-    def others_make_way(self, request: NaiveRequest, num_pages: int) -> bool:
+    def others_preempt_for(self, request: NaiveRequest, num_pages: int) -> bool:
         return False
 
     def is_in_order(self) -> bool:
@@ -467,7 +467,7 @@ class NaiveEngine:
             has_chunk = has_chunk or not request.decodes or request in self.held_up
             if has_chunk and self.is_in_order():
                 self.compute_given(took, before)  # of equal pages theirs come first
-            while need > self.num_free() and not self.others_make_way(request, need):
+            while need > self.num_free() and not self.others_preempt_for(request, need):
                 mark = self.higher(mark)
                 victim = self.victim()
                 if victim.seq in took:

@@ -196,7 +196,7 @@ class NaiveWorker(NaiveEngine):
             if request not in self.running or want == 0:
                 continue
             need = self.pages_for(request.computed + want) - len(request.pages)
-            while need > self.num_free() and not self.others_make_way(request, need):
+            while need > self.num_free() and not self.others_preempt_for(request, need):
                 victim = self.victim()
                 if victim.seq in took:
                     self.budget += took.pop(victim.seq)[1]

@@ -313,7 +313,7 @@ class NaiveGroupEngine(NaiveEngine):
             self.settle(request)
             missing = self.missing(request, want)
             while missing > self.groups.free_bytes():
-                if self.others_make_way(request, missing):
+                if self.others_preempt_for(request, missing):
                     break
                 look()
                 victim = self.victim()

@@ -724,7 +724,7 @@ class NaiveOffloadEngine(NaiveEngine):
             for hold in transfer.held
         )
 
-    def give_back(self, num_pages: int) -> bool:
+    def return_lent(self, num_pages: int) -> bool:
         """Stores end at once, the youngest first, until `num_pages` more are free; none if all are not enough."""
         if num_pages > sum(map(self.num_idle, self.transfers)):
             return False
@@ -745,8 +745,8 @@ class NaiveOffloadEngine(NaiveEngine):
             self.end_transfer(transfer, is_given_up=True)
         return True
 
-    def others_make_way(self, request: NaiveRequest, num_pages: int) -> bool:
-        return self.give_back(num_pages - self.num_free())
+    def others_preempt_for(self, request: NaiveRequest, num_pages: int) -> bool:
+        return self.return_lent(num_pages - self.num_free())
 
     def fits(self, head: NaiveRequest, num_pages: int) -> bool:
         hits, num_kept = self.lookup(head), self.num_kept(self.num_pages)
@@ -755,7 +755,7 @@ class NaiveOffloadEngine(NaiveEngine):
         if self.pages_for(head.known) - sum(page.refs > 0 for page in hits) + num_kept > num_free:
             return False
         while num_pages > self.num_free():
-            self.give_back(num_pages - self.num_free())
+            self.return_lent(num_pages - self.num_free())
             num_pages = self.pages_for(head.known) - sum(self.is_used(page) for page in hits) + num_kept
         return True
 
@@ -981,7 +981,7 @@ class NaiveOffloadEngine(NaiveEngine):
                 if not num_pages:
                     break
             num_wanted = self.pages_for(request.known) - len(request.pages) + self.num_kept(self.num_pages)
-            if num_wanted > self.num_free() and not self.give_back(num_wanted - self.num_free()):
+            if num_wanted > self.num_free() and not self.return_lent(num_wanted - self.num_free()):
                 self.is_held_back = True
                 break
             self.turns.remove(transfer)

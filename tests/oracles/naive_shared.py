@@ -231,7 +231,7 @@ class NaiveTenant(NaiveEngine):
             return priority + 1
         return priority + (self.since is not None and self.device.now - self.since >= after)
 
-    def others_make_way(self, request: NaiveRequest, num_pages: int) -> bool:
+    def others_preempt_for(self, request: NaiveRequest, num_pages: int) -> bool:
         if min(other.priority for other in self.running) < request.priority:
             return False
         within = self.used_bytes + num_pages * self.page_bytes <= self.guaranteed

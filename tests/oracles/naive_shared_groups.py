@@ -112,8 +112,8 @@ class NaiveGroupTenant(NaiveTenant, NaiveGroupEngine):
     def fits(self, head: NaiveRequest, num_bytes: int) -> bool:
         return super().fits(head, num_bytes // self.page_bytes)
 
-    def others_make_way(self, request: NaiveRequest, num_bytes: int) -> bool:
-        return super().others_make_way(request, num_bytes // self.page_bytes)
+    def others_preempt_for(self, request: NaiveRequest, num_bytes: int) -> bool:
+        return super().others_preempt_for(request, num_bytes // self.page_bytes)
 
     def parts_of(self, request: NaiveRequest) -> list[NaivePart]:
         sequence = self.sequences[request.seq]

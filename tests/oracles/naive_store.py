@@ -286,7 +286,7 @@ class NaiveStoreFleet:
     ended: list[NaiveWrite] = field(default_factory=list)
     """Writes for whose end nobody waits any longer, once they were told."""
 
-    def tell_ended(self) -> None:
+    def emit_ended(self) -> None:
         ended, self.ended = self.ended, []
         for write in ended:
             for place, engine in enumerate(self.engines):
@@ -307,7 +307,7 @@ class NaiveStoreFleet:
                     if self.ends[place] == now and engine.is_pausing is has_paused:
                         self.ends[place] = None
                         engine.end_transfers(now)
-                        self.tell_ended()
+                        self.emit_ended()
             for flow in self.links.take_ended(now):
                 engine = self.engines[flow.engine]
                 (transfer,) = [each for each in engine.transfers if each.number == flow.number]
@@ -315,7 +315,7 @@ class NaiveStoreFleet:
                 if self.ends[flow.engine] is None or engine.is_pausing:
                     self.ends[flow.engine] = None
                     engine.end_transfers(now)
-                    self.tell_ended()
+                    self.emit_ended()
             while sent < len(pending) and pending[sent].arrival_ns <= now:
                 request = pending[sent]
                 request.replica = sent % len(self.engines)
@@ -328,7 +328,7 @@ class NaiveStoreFleet:
                     if self.ends[place] is None and engine.has_work():
                         engine.is_pausing = False
                         self.ends[place] = engine.step(now)
-                        self.tell_ended()
+                        self.emit_ended()
             times = [end for end in self.ends if end is not None] + [self.links.next_ns()]
             if sent < len(pending):
                 times.append(pending[sent].arrival_ns)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from kvarts.core.content import Content
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.events import CopiesRemoved, PagesRemoved, PagesStored, PartsGivenBack
 
 from oracles.parts import PageName, Part
@@ -17,8 +17,8 @@ __all__ = ["PartEvents", "reach"]
 class PartEvents:
     """Tells events for a GroupedCache. Parts that come or go one after the other, as pages do, are one event."""
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
+    def __init__(self, emit: Emit) -> None:
+        self._emit = emit
         self._came: dict[int, list[PageName]] = {}
         """By group, the pages of the parts that came."""
         self._by: Content | None = None
@@ -45,14 +45,14 @@ class PartEvents:
         copy = None if len(copies) == 1 else copies.index(part)
         follows = self._last is not None and self._last.parent is name
         if not follows or (group, copy, is_dropped) != (self._group, self._copy, self._is_dropped):
-            self._tell_gone()
+            self._emit_gone()
             self._content, self._end_page = name.content, name.page + 1
             self._group, self._copy, self._is_dropped = group, copy, is_dropped
         self._last = name
 
     def told(self) -> None:
-        """Tell of what came and went since the last call, before anything else is told."""
-        self._tell_gone()
+        """Emit of what came and went since the last call, before anything else is told."""
+        self._emit_gone()
         if self._by is None:
             return
         for group, names in sorted(self._came.items()):
@@ -62,29 +62,29 @@ class PartEvents:
                     parent = names[start].parent
                     assert parent is not None
                     pages = names[start].page, names[index - 1].page + 1
-                    self._tell(PagesStored(self._by, *pages, parent.content, group=group))
+                    self._emit(PagesStored(self._by, *pages, parent.content, group=group))
                     start = index
         self._came = {}
         self._by = None
 
     def given_back(self, content: Content, group: int, pages: Sequence[int]) -> None:
-        """Tell that a running request gives back its parts of pages, in their order."""
+        """Emit that a running request gives back its parts of pages, in their order."""
         end = len(pages)
         for index in range(end - 1, -1, -1):
             if not index or pages[index - 1] != pages[index] - 1:
-                self._tell(PartsGivenBack(content, pages[index], pages[end - 1] + 1, group))
+                self._emit(PartsGivenBack(content, pages[index], pages[end - 1] + 1, group))
                 end = index
 
-    def _tell_gone(self) -> None:
+    def _emit_gone(self) -> None:
         if self._last is None:
             return
         assert self._content is not None
         run = self._content, self._last.page, self._end_page
         self._last = None
         if self._copy is None:
-            self._tell(PagesRemoved(*run, group=self._group, is_dropped=self._is_dropped))
+            self._emit(PagesRemoved(*run, group=self._group, is_dropped=self._is_dropped))
         else:
-            self._tell(CopiesRemoved(*run, self._copy, self._group, self._is_dropped))
+            self._emit(CopiesRemoved(*run, self._copy, self._group, self._is_dropped))
 
 
 def reach(

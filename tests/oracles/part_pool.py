@@ -13,7 +13,7 @@ from typing import get_args
 
 from kvarts.base.errors import ConfigError
 from kvarts.base.limits import MOST_BYTES, MOST_PAGE_TOKENS, check_whole
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.kv.eviction import EvictionOrder
 from kvarts.core.kv.groups import PartGroup, Retention
 from kvarts.core.kv.pool import IdPool, PageId, SharedMemory
@@ -29,7 +29,7 @@ class PartPool:
 
     `groups` are given back and taken from in their order, which decides what is evicted first of what one sequence
     releases. `blocks`: the memory as blocks with ids, of a size that divides every part; left out, bytes are counted.
-    `tell` receives events of parts. `order` lists parts, and says which goes next; in groups that keep all tokens that
+    `emit` receives events of parts. `order` lists parts, and says which goes next; in groups that keep all tokens that
     is after those that follow it, unless it has a copy.
     """
 
@@ -41,7 +41,7 @@ class PartPool:
         total_bytes: int,
         keeps: Retention = "all",
         blocks: IdPool | None = None,
-        tell: Tell | None = None,
+        emit: Emit | None = None,
         order: EvictionOrder | None = None,
         aligns: bool = False,
     ) -> None:
@@ -81,7 +81,7 @@ class PartPool:
         self._released: OrderedDict[Part, int] = OrderedDict()
         """Cached parts, with the stamps of their release where the memory is shared."""
         self._order = order
-        self._events = None if tell is None else PartEvents(tell)
+        self._events = None if emit is None else PartEvents(emit)
 
     @property
     def free_bytes(self) -> int:
@@ -111,7 +111,7 @@ class PartPool:
         """Whether others have parts of the same memory."""
         return self._shared is not None
 
-    def give_back(self) -> None:
+    def return_lent(self) -> None:
         """Give what is empty back, where the memory is shared."""
         if self._shared is not None:
             self._shared.take_back()

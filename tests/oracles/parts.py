@@ -13,7 +13,7 @@ import msgspec
 from kvarts.core.content import Content, PageKey
 from kvarts.core.kv.pool import PageId
 
-__all__ = ["GroupMatch", "GroupedHolding", "PageName", "PageNames", "Part"]
+__all__ = ["GroupMatch", "GroupedTable", "PageName", "PageNames", "Part"]
 
 
 class Part:
@@ -113,7 +113,7 @@ class GroupMatch(msgspec.Struct, eq=False):
         return len(self.names)
 
 
-class GroupedHolding(msgspec.Struct, eq=False):
+class GroupedTable(msgspec.Struct, eq=False):
     """What one running sequence holds. Written by GroupedCache.
 
     `num_tokens`: tokens that are computed, or are about to be in this step. `parts`: for each group, the parts by page;

@@ -10,7 +10,7 @@ from kvarts import load_mooncake, load_trace
 from kvarts.base.errors import MissingFileError
 from kvarts.base.files import SAMPLES, located, read_bytes, where_samples_are
 from kvarts.cli.replaying import OneRun, all_sections, read_settings
-from kvarts.plan.calibrate.measured import load_measured
+from kvarts.plan.calibrate.recorded_run import load_measured
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -43,10 +43,10 @@ def lru_of_the_engine(trace: Trace, page_size: int, num_pages: int, *, count_out
         known = min(content.num_known_pages, size)
         match = cache.match(content, known)
         hits.append(min(match.num_pages, (request.num_prompt_tokens - 1) // page_size))
-        holding = cache.open(match)
-        cache.grow(holding, size)
-        cache.publish_pages(holding, known)
-        cache.close(holding, size, size)
+        table = cache.open(match)
+        cache.grow(table, size)
+        cache.publish_pages(table, known)
+        cache.close(table, size, size)
         cache.check([])
     return hits
 

@@ -93,17 +93,17 @@ def test_what_goes_next_is_what_a_look_at_every_page_says(
     naive = NaivePages(NUM_PAGES, rank)
     cache = PageCache(CountPool(NUM_PAGES), PrefixTree(wrap(make())))
     events: list[Event] = []
-    cache.tree.tell = events.append
+    cache.tree.emit = events.append
     now_ns = 0
     for owner, (passed_s, tokens, hints) in enumerate(rows):
         now_ns += passed_s * S
         events.clear()
         content = Content.from_tokens(tokens, page_size=1, owner=owner, hints=hints)
         cache.set_time(now_ns)
-        holding = cache.open(cache.match(content, len(tokens)))
-        found = holding.num_pages
-        cache.grow(holding, len(tokens))
-        cache.close(holding, len(tokens), len(tokens))
+        table = cache.open(cache.match(content, len(tokens)))
+        found = table.num_pages
+        cache.grow(table, len(tokens))
+        cache.close(table, len(tokens), len(tokens))
         cache.check([])
         evicted = [
             tuple(event.content.tokens(0, page + 1))
@@ -120,9 +120,9 @@ def test_a_low_priority_counts_where_no_earlier_claim_holds() -> None:
     cache = PageCache(CountPool(9), PrefixTree(order))
     for owner, (tokens, hints) in enumerate([([1, 2], None), ([1], Hints(priority=-1)), ([3], None)]):
         content = Content.from_tokens(tokens, page_size=1, owner=owner, hints=hints)
-        holding = cache.open(cache.match(content, len(tokens)))
-        cache.grow(holding, len(tokens))
-        cache.close(holding, len(tokens), len(tokens))
+        table = cache.open(cache.match(content, len(tokens)))
+        cache.grow(table, len(tokens))
+        cache.close(table, len(tokens), len(tokens))
     assert [run.place.priority for run in order] == [-1, 0, 0]
 
 
@@ -207,9 +207,9 @@ def test_an_order_of_two_lists_tells_both() -> None:
     assert cache.keeps_time
     for owner, (tokens, hints) in enumerate([([1, 2], Hints(ttl_ms=5000)), ([3, 4], None), ([5, 6], None)]):
         content = Content.from_tokens(tokens, page_size=1, owner=owner, hints=hints)
-        holding = cache.open(cache.match(content, 2))
-        cache.grow(holding, 2)
-        cache.close(holding, 2, 2)
+        table = cache.open(cache.match(content, 2))
+        cache.grow(table, 2)
+        cache.close(table, 2, 2)
     assert list(order.next_run().content.tokens(0, 2)) == [3, 4]
     cache.set_time(6 * S)
     cache.close(cache.open(cache.match(Content.from_tokens([5], page_size=1, owner=9), 0)), 0, 0)

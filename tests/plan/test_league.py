@@ -22,9 +22,9 @@ from kvarts.core.kv.eviction import LruOrder
 from kvarts.core.kv.page_cache import PageCache
 from kvarts.core.kv.pool import CountPool
 from kvarts.core.kv.tree import PrefixTree
+from kvarts.plan.auto_policy import LRU, AutoOrder, WeightedOrder, Weights
 from kvarts.plan.cache import CachePlan, serial_hits
 from kvarts.plan.league import ALL_POLICIES, find_policy
-from kvarts.plan.weighted import LRU, AutoOrder, WeightedOrder, Weights
 from kvarts.sim.traffic.formats import load_trace
 from kvarts.sim.traffic.trace import Trace, TraceRequest
 

@@ -24,9 +24,9 @@ def used(cache: PageCache, prompt: list[int]) -> int:
     """Let a request use `prompt` and end; return the pages that it found."""
     content = Content.from_tokens(prompt, page_size=1, owner=0)
     match = cache.match(content, len(prompt))
-    holding = cache.open(match)
-    cache.extend(holding, len(prompt), is_end=True)
-    cache.close(holding, len(prompt), len(prompt))
+    table = cache.open(match)
+    cache.extend(table, len(prompt), is_end=True)
+    cache.close(table, len(prompt), len(prompt))
     return match.num_pages
 
 
@@ -39,6 +39,6 @@ def test_pages_are_evicted_at_once_as_one_by_one(name: str, uses: list[tuple[int
     for prompt, num_shed in uses:
         assert used(at_once, PROMPTS[prompt]) == used(by_one, PROMPTS[prompt])
         count = min(num_shed, at_once.num_cached)
-        at_once.shed(count)
+        at_once.evict(count)
         for _ in range(count):
-            by_one.shed(1)
+            by_one.evict(1)

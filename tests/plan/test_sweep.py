@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from kvarts.base.errors import InputError
 from kvarts.base.files import own_directory
+from kvarts.plan.grid import fronts, load_of, pareto, points_of, run_sweep
 from kvarts.plan.series import distinct_points
-from kvarts.plan.sweep import fronts, load_of, pareto, points_of, run_sweep
 
 from builders.browser import as_phone, commands, scrolls_sideways
 

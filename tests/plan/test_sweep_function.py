@@ -13,7 +13,7 @@ import pytest
 import kvarts
 from kvarts import ConfigError, InputError, Sweep, Trace
 from kvarts.plan.page import render_page
-from kvarts.plan.sweeping import JOURNAL
+from kvarts.plan.sweep import JOURNAL
 
 needs_pandas = pytest.mark.skipif(importlib.util.find_spec("pandas") is None, reason="needs pandas")
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")

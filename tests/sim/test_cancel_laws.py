@@ -205,17 +205,17 @@ def test_a_request_can_be_cancelled_in_every_state(state: str) -> None:
         request = STATES[state](replica)
         if request is not None and len(cancelled) < 5:
             cache = replica.scheduler.cache
-            holding = request.holding
+            table = request.table
             num_used, num_alone = cache.num_used, 0
-            if holding is not None and isinstance(cache, PageCache):
-                num_alone = len([1 for node in holding.path if node.refs == 1 and not node.holds])
+            if table is not None and isinstance(cache, PageCache):
+                num_alone = len([1 for node in table.path if node.refs == 1 and not node.holds])
             replica.cancel(request, replica.now_ns)
             replica.scheduler.check()
             assert request.is_over and request not in replica.scheduler.running
             if state == "LOADING":
                 assert request.state is RequestState.ABANDONED and cache.num_used == num_used
             else:
-                assert request.state is RequestState.CANCELLED and request.holding is None
+                assert request.state is RequestState.CANCELLED and request.table is None
                 assert cache.num_used <= num_used - num_alone
             cancelled.append(request)
         replica.start(replica.now_ns)

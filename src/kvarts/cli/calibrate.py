@@ -19,9 +19,9 @@ from kvarts.sim.config import SECTIONS, resolve_replay
 
 if TYPE_CHECKING:
     from kvarts.plan.calibrate.fitting import Calibration
-    from kvarts.plan.calibrate.measured import Measured
+    from kvarts.plan.calibrate.joint_fit import TableFit
+    from kvarts.plan.calibrate.recorded_run import Measured
     from kvarts.plan.calibrate.run import CalibrationRun, RunOptions
-    from kvarts.plan.calibrate.shared import TableFit
     from kvarts.plan.calibrate.stepfit import StepFit
 
 __all__ = ["calibrate_command", "compare_command"]
@@ -165,7 +165,7 @@ def _fit_points(
     points: Path, prior: Path | None, hold_out: str | None, out: Path | None, workers: int | None
 ) -> TableFit:
     from kvarts.cost.roofline_settings import load_constants
-    from kvarts.plan.calibrate.shared import fit_table
+    from kvarts.plan.calibrate.joint_fit import fit_table
 
     if out is not None:
         check_writable(out)
@@ -227,7 +227,7 @@ def _fit_steps(path: Path, given: Given) -> Calibration | StepFit:
 
 
 def _design(given: Given, *, as_json: bool) -> None:
-    from kvarts.plan.calibrate.design import design
+    from kvarts.plan.calibrate.experiment import design
 
     config = resolve_replay(given, counts_groups=False)
     with Progress("designing"):

@@ -519,7 +519,7 @@ def sweep_command(
     """
     from kvarts.base.files import write_whole
     from kvarts.base.processes import num_cores
-    from kvarts.plan.sweeping import sweep
+    from kvarts.plan.sweep import sweep
     from kvarts.sim.report.pictures import check_installed
 
     if with_pictures:

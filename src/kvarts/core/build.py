@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, Typ
 from kvarts.base.errors import ConfigError
 from kvarts.core.config import EngineConfig
 from kvarts.core.engine import Engine
-from kvarts.core.event_log import EventLog, EventReader, Tell
+from kvarts.core.event_log import Emit, EventLog, EventReader
 from kvarts.core.executor import Executor
 from kvarts.core.kv.cache import Cache, Memory, Pins
 from kvarts.core.kv.eviction import EvictionOrder, LruOrder, TreeWatcher
@@ -74,7 +74,7 @@ class PreparedTiers(Protocol):
         cache: Cache,
         *,
         with_page_ids: bool,
-        tell: Tell | None,
+        emit: Emit | None,
         prefill: PrefillNs | None,
         fingerprint: Callable[[], str] | None,
         splits: bool,
@@ -128,7 +128,7 @@ class Storage(NamedTuple):
     `memory`: the KV groups of a model in which some layers keep less than every token. It has `num_blocks` blocks, by
     default as many as `num_pages` pages of the config occupy. `make_order`: makes the order in which runs are evicted.
     `cache` and `pages`: those of an engine that shares its device. `holds_pages`: pages are kept in use between
-    requests. `leaps_told`: an engine with KV groups and readers of details may leap, see GroupPages.
+    requests. `leaps_emitted`: an engine with KV groups and readers of details may leap, see GroupPages.
 
     `tiers`: prepares tiers below the device; `below`: instead, tiers that were prepared for the tree of `cache`.
     `prefill`: compute times of prompts, for the choice between computing and loading; default: measured. `moves_pages`:
@@ -141,7 +141,7 @@ class Storage(NamedTuple):
     cache: Cache | None = None
     pages: PageSource | None = None
     holds_pages: bool = False
-    leaps_told: bool = True
+    leaps_emitted: bool = True
     tiers: PrepareTiers | None = None
     below: PreparedTiers | None = None
     prefill: PrefillNs | None = None
@@ -223,13 +223,13 @@ class _Assembly:
         if opening is not None:
             readers = (*readers, opening.open(self.num_blocks, self.below, account=lambda: self.cache))
         self.log = watching.log or EventLog(readers, num_waiting=watching.num_waiting)
-        self.tell = self.log.tell_details
+        self.emit = self.log.emit_details
         self.moves_pages = executor.needs_page_ids if storage.moves_pages is None else storage.moves_pages
         self.cache: Cache = self._own_cache() if storage.cache is None else storage.cache
         self.pins: Pins | None = None
         self.pages: PageSource
         if storage.pages is None:
-            self.pins = Pins(self.cache, self.tell)
+            self.pins = Pins(self.cache, self.emit)
             self.pages = OnePool(self.cache, token_budget=config.max_num_batched_tokens, pins=self.pins)
         else:
             self.pages = storage.pages
@@ -246,7 +246,7 @@ class _Assembly:
             self.pages,
             waiting,
             batch=self._batch() if self.executor.needs_page_ids else None,
-            tell=self.tell,
+            emit=self.emit,
             pins=self.pins,
             lag=int(planning.plans_ahead),
             finds_prefixes=planning.finds_prefixes,
@@ -271,21 +271,21 @@ class _Assembly:
         storage, memory, below = self.storage, self.storage.memory, self.below
         needs_ids, hands_over = self.executor.needs_page_ids, self.planning.hands_over
         # Ids, events, tiers and handoffs name the parts of a group.
-        counts_only = below is None and self.tell is None and not (needs_ids or storage.holds_pages or hands_over)
+        counts_only = below is None and self.emit is None and not (needs_ids or storage.holds_pages or hands_over)
         # An order that decides run by run may evict others where requests have made other runs of the same pages.
         if memory is None or (memory.is_whole and counts_only and self.make_order is LruOrder):
-            return _page_cache(self.config, self.make_order, below, self.tell, memory, with_page_ids=needs_ids)
+            return _page_cache(self.config, self.make_order, below, self.emit, memory, with_page_ids=needs_ids)
         assert self.num_blocks is not None
         return open_group_cache(
             self.config,
             memory,
             num_blocks=self.num_blocks,
-            tell=self.tell,
+            emit=self.emit,
             with_ids=needs_ids or storage.holds_pages or (below is not None and self.moves_pages),
             below=below,
             make_order=self.make_order,
             plans_ahead=self.planning.plans_ahead,
-            leaps_told=storage.leaps_told and not hands_over,
+            leaps_emitted=storage.leaps_emitted and not hands_over,
         )
 
     def _queue(self) -> WaitingQueue:
@@ -298,11 +298,11 @@ class _Assembly:
         from kvarts.core.sched.load_waits import Asynchronous, Reserve, Synchronous
         from kvarts.core.sched.loads import Loads, Waits
 
-        cache, page_size, tell = self.cache, self.config.page_size, self.tell
+        cache, page_size, emit = self.cache, self.config.page_size, self.emit
         lower = below.open_below(
             cache,
             with_page_ids=self.moves_pages,
-            tell=tell,
+            emit=emit,
             prefill=self.storage.prefill,
             fingerprint=getattr(self.executor, "fingerprint", None),  # executors without a model lack it
             splits=not self.executor.needs_page_ids,  # rows of a batch are of requests that run
@@ -311,15 +311,15 @@ class _Assembly:
         if below.load_kv == "placed":
             waits = Reserve(cache, self.pages)
         elif below.load_kv == "async":
-            waits = Asynchronous(cache, page_size, tell)
+            waits = Asynchronous(cache, page_size, emit)
         else:
-            waits = Synchronous(cache, page_size, tell)
+            waits = Synchronous(cache, page_size, emit)
         offers = None if self.storage.memory is None else cast("GroupOffers", lower.layout)
-        return Loads(lower, cache, waiting, page_size, tell, waits, offers)
+        return Loads(lower, cache, waiting, page_size, emit, waits, offers)
 
     def _batch(self) -> InputBatch:
         config, planning = self.config, self.planning
-        if self.cache.settles:
+        if self.cache.frees_skipped:
             from kvarts.core.sched.group_batch import GroupBatch
 
             return GroupBatch(cast("GroupPages", self.cache), config.max_num_seqs)
@@ -327,14 +327,14 @@ class _Assembly:
 
         # Without events and tiers, an LRU order evicts the same pages whenever a used page becomes findable.
         is_plain = self.make_order is LruOrder and planning.drafter is None and not planning.hands_over
-        is_unseen = self.tell is None and self.below is None and self.pins is not None
+        is_unseen = self.emit is None and self.below is None and self.pins is not None
         most_late = max(0, MOST_LATE - config.page_size) if is_plain and is_unseen else 0
         return InputBatch(config.max_num_seqs, config.page_size, most_late=most_late)
 
     def _handoffs(self) -> Handoffs:
         from kvarts.core.sched.handoffs import Handoffs
 
-        return Handoffs(self.cache, self.tell, finds_prefixes=self.planning.finds_prefixes)
+        return Handoffs(self.cache, self.emit, finds_prefixes=self.planning.finds_prefixes)
 
 
 def open_group_cache(
@@ -342,18 +342,18 @@ def open_group_cache(
     memory: GroupMemory,
     *,
     num_blocks: int,
-    tell: Tell | None,
+    emit: Emit | None,
     with_ids: bool,
     below: PreparedTiers | None = None,
     make_order: Callable[[], EvictionOrder] = LruOrder,
     plans_ahead: bool = False,
-    leaps_told: bool = False,
+    leaps_emitted: bool = False,
 ) -> GroupPages:
     """Return the cache of an engine for a model with the KV groups of `memory`, in `num_blocks` blocks.
 
-    `with_ids`: parts have ids, which executors and pages kept in use between requests need. `tell` receives the events
+    `with_ids`: parts have ids, which executors and pages kept in use between requests need. `emit` receives the events
     of parts. `below`: the tiers below it. `make_order`: makes the order in which runs of parts are evicted; LruOrder
-    stands for the cache's own list. `plans_ahead`, `leaps_told`: see GroupPages.
+    stands for the cache's own list. `plans_ahead`, `leaps_emitted`: see GroupPages.
 
     Raise ConfigError for an order derived from LruOrder, which links whole pages.
     """
@@ -372,13 +372,13 @@ def open_group_cache(
         page_size=config.page_size,
         most_new_tokens=config.max_num_batched_tokens,
         with_ids=with_ids,
-        tell=tell,
+        emit=emit,
         num_below=0 if below is None else len(below.tier_names),
         watches_list=below is not None and below.is_lazy,
         eviction_order=order,
         at_branches=config.snapshots == "branches",
         plans_ahead=plans_ahead,
-        leaps_told=leaps_told,
+        leaps_emitted=leaps_emitted,
     )
 
 
@@ -386,7 +386,7 @@ def _page_cache(
     config: EngineConfig,
     make_order: Callable[[], EvictionOrder],
     below: PreparedTiers | None,
-    tell: Tell | None,
+    emit: Emit | None,
     memory: GroupMemory | None,
     *,
     with_page_ids: bool,
@@ -394,7 +394,7 @@ def _page_cache(
     """Return a cache of whole pages; with `memory`, they are counted as the parts of its only group."""
     pool = IdPool(config.num_pages) if with_page_ids else CountPool(config.num_pages)
     order, watcher = (make_order(), None) if below is None else (below.order, below.watcher)
-    tree = PrefixTree(order, tell, watcher=watcher)
+    tree = PrefixTree(order, emit, watcher=watcher)
     if memory is None:
         return PageCache(pool, tree)
     return OneGroupCache(pool, tree, page_bytes=memory.page_bytes, most_new_tokens=config.max_num_batched_tokens)

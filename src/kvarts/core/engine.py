@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from kvarts.base.limits import LATEST_NS, TooLateError
 from kvarts.core.config import EngineConfig
-from kvarts.core.event_log import EventLog, Tell
+from kvarts.core.event_log import Emit, EventLog
 from kvarts.core.events import Arrived, AtRest, CacheCleared, Cancelled, Rejected, StepDone, StepEnded, StepStarted
 from kvarts.core.events.steps import BLOCKED
 from kvarts.core.executor import Executor
@@ -79,41 +79,41 @@ class Engine:
             self.refuse(request, reason, now_ns)
             return reason
         self._is_at_rest = False
-        if self.log.tell_details is not None:
+        if self.log.emit_details is not None:
             scheduler, has_own = self.scheduler, request.own is not None
             num_ahead = len(scheduler.waiting_with_pages) - 1 if has_own else scheduler.waiting.num_ahead(request)
             self._tell_arrived(request, now_ns, num_ahead)
         return None
 
     def _tell_arrived(self, request: Request, now_ns: int, num_ahead: int) -> None:
-        tell = self.log.tell_details
-        assert tell is not None
+        emit = self.log.emit_details
+        assert emit is not None
         asked = request.num_prompt_tokens, request.max_tokens, request.priority
         has_own = request.own is not None
         arrived = Arrived(request.index, now_ns, request.content, *asked, request.request_id, num_ahead, has_own)
         if request.stops or request.num_output_tokens:
             arrived = replace(arrived, stops=request.stops, num_generated=request.num_output_tokens)
-        tell(arrived)
+        emit(arrived)
 
     def leave(self, request: Request) -> None:
-        """Tell readers of a request that came and was given up before it was queued."""
+        """Emit readers of a request that came and was given up before it was queued."""
         request.cancelled_ns = self.now_ns
-        if self.log.tell_details is not None:
+        if self.log.emit_details is not None:
             self._tell_arrived(request, self.now_ns, self.scheduler.num_waiting)
-            self.log.tell_details(Cancelled(request.index, self.now_ns))
+            self.log.emit_details(Cancelled(request.index, self.now_ns))
             self.emit()
 
     def refuse(self, request: Request, reason: str, now_ns: int) -> None:
-        """Tell readers that `request`, which is not queued, was refused at `now_ns`, because of `reason`."""
-        if self.log.tell_details is not None:
-            self.log.tell_details(Rejected(request.index, now_ns, reason, request.request_id))
+        """Emit readers that `request`, which is not queued, was refused at `now_ns`, because of `reason`."""
+        if self.log.emit_details is not None:
+            self.log.emit_details(Rejected(request.index, now_ns, reason, request.request_id))
 
     def cancel(self, request: Request) -> None:
         """Drop `request` between steps. Its pages become free immediately."""
         request.cancelled_ns = self.now_ns
         self.scheduler.settle_given_up(request)
-        if self.log.tell_details is not None:
-            self.log.tell_details(Cancelled(request.index, self.now_ns))
+        if self.log.emit_details is not None:
+            self.log.emit_details(Cancelled(request.index, self.now_ns))
         self.scheduler.cache.set_time(self.now_ns)
         self.scheduler.cancel(request)
         self.emit()
@@ -121,9 +121,9 @@ class Engine:
     def clear_cache(self) -> None:
         """Drop every cached page that is not in use. Only between steps."""
         cache = self.scheduler.cache
-        if self.log.tell_details is not None:
-            self.log.tell_details(CacheCleared())
-        cache.shed(cache.num_cached)
+        if self.log.emit_details is not None:
+            self.log.emit_details(CacheCleared())
+        cache.evict(cache.num_cached)
         self.emit()
 
     @property
@@ -155,8 +155,8 @@ class Engine:
             self.tiers.expire(now_ns)
         if scheduler.settling is not None:
             scheduler.settling.settle()
-        if log.tell_details is not None:
-            log.tell_details(StepStarted(scheduler.wheel.step, now_ns))
+        if log.emit_details is not None:
+            log.emit_details(StepStarted(scheduler.wheel.step, now_ns))
         if not self._is_alone:
             self._num_withheld = scheduler.pages.num_withheld
         if self._batch_ns is not None:
@@ -182,8 +182,8 @@ class Engine:
                 duration_ns = self._batch_ns(batch) if batch.num_decodes or batch.chunks else 0
             if self.tiers is not None:
                 duration_ns = self.tiers.step_ns(now_ns, duration_ns)
-        if self.log.tell is not None:
-            self._tell_step(self.log.tell, batch, now_ns, duration_ns)
+        if self.log.emit is not None:
+            self._emit_step(self.log.emit, batch, now_ns, duration_ns)
         end_ns = self.now_ns = now_ns + duration_ns
         if end_ns > LATEST_NS:
             raise TooLateError
@@ -199,16 +199,16 @@ class Engine:
             self.tiers.measure(num_tokens, batch.num_decodes + batch.num_drafted, result.duration_ns - moving_ns)
         return result.duration_ns
 
-    def _tell_step(self, tell: Tell, batch: Batch, now_ns: int, duration_ns: int) -> None:
+    def _emit_step(self, emit: Emit, batch: Batch, now_ns: int, duration_ns: int) -> None:
         """Emit the step that starts at `now_ns`, and that the scheduler has just planned."""
-        scheduler, tell_row = self.scheduler, self.log.tell_row
+        scheduler, emit_row = self.scheduler, self.log.emit_row
         step = scheduler.step
         mark, num_reserved = scheduler.mark, scheduler.cache.num_reserved
         num_decodes = num_tokens = batch.num_decodes
         for chunk in batch.chunks:
             num_tokens += chunk.num_tokens
         num_decodes -= step.num_joined
-        num_waiting = scheduler.waiting.num_waiting + len(scheduler.own_pages.waiting)
+        num_waiting = scheduler.waiting.num_waiting + len(scheduler.session_pages.waiting)
         num_running = scheduler.running.num_running + step.num_leaving
         num_loading, sides = 0, NO_SIDES
         if self.has_sides:
@@ -217,7 +217,7 @@ class Engine:
                 num_loading = scheduler.loads.num_waiting
                 num_waiting += num_loading
         is_as_before = num_reserved == self.num_reserved_told and not step.preempted
-        if tell_row is not None and self._result is None and is_as_before:
+        if emit_row is not None and self._result is None and is_as_before:
             row = (
                 duration_ns,
                 num_decodes,
@@ -232,7 +232,7 @@ class Engine:
                 num_loading,
                 len(step.admitted),
             )
-            tell_row((*row, *sides) if sides else row)
+            emit_row((*row, *sides) if sides else row)
             return
         self.num_reserved_told = num_reserved
         done = StepDone(
@@ -256,13 +256,13 @@ class Engine:
         )
         if self._result is not None and self.plan.drafts is not None:
             done = with_drafts(done, self.plan, self._result)
-        tell(done)
+        emit(done)
 
     def end(self) -> list[Request]:
         """Commit the step under way and emit its events; return the requests that finished, in admission order."""
         scheduler, log = self.scheduler, self.log
-        if log.tell_details is not None:
-            log.tell_details(StepEnded(scheduler.wheel.step, self.now_ns))
+        if log.emit_details is not None:
+            log.emit_details(StepEnded(scheduler.wheel.step, self.now_ns))
         finished = scheduler.commit(self.now_ns, self._result)
         # What `emit` would do for an engine with requests that run: this runs after every step.
         if scheduler.running.num_running and not self._audit:
@@ -287,13 +287,13 @@ class Engine:
     def _tell_rest(self) -> None:
         """Emit that the engine is idle."""
         self._is_at_rest = True
-        if self.log.tell is not None and self.scheduler.wheel.step:
+        if self.log.emit is not None and self.scheduler.wheel.step:
             rest = at_rest(self.scheduler, self.now_ns)
             last = self._last_rest
             # Requests that arrived and ended at one instant and changed only the released count are not reported.
             if last is None or rest != replace(last, num_released=rest.num_released):
                 self._last_rest = rest
-                self.log.tell(rest)
+                self.log.emit(rest)
 
 
 def with_drafts(done: StepDone, plan: StepPlan, result: StepResult) -> StepDone:

@@ -12,9 +12,9 @@ from typing import Protocol, cast
 from kvarts.core.events import Event
 from kvarts.core.events.steps import StepRow
 
-__all__ = ["EventLog", "EventReader", "Tell"]
+__all__ = ["Emit", "EventLog", "EventReader"]
 
-Tell = Callable[[Event], object]
+Emit = Callable[[Event], object]
 """A function that adds one event to a log."""
 
 
@@ -35,7 +35,7 @@ class EventLog:
     `num_waiting`: number of waiting events at which an engine passes them on; 1: after every step.
     """
 
-    __slots__ = ("_readers", "num_events", "num_waiting", "tell", "tell_details", "tell_row", "waiting")
+    __slots__ = ("_readers", "emit", "emit_details", "emit_row", "num_events", "num_waiting", "waiting")
 
     def __init__(self, readers: Sequence[EventReader] = (), *, num_waiting: int = 1) -> None:
         self._readers = tuple(readers)
@@ -44,23 +44,23 @@ class EventLog:
         """Events not yet passed to the readers."""
         self.num_events = 0
         """Number of events passed on so far, which is also the number of the first waiting event."""
-        self.tell: Tell | None = self.waiting.append if self._readers else None
+        self.emit: Emit | None = self.waiting.append if self._readers else None
         """Adds an event; None without readers."""
         has_details = any(getattr(reader, "wants_details", True) for reader in self._readers)
-        self.tell_details: Tell | None = self.tell if has_details else None
+        self.emit_details: Emit | None = self.emit if has_details else None
         """Adds a page or request event; None if no reader wants details."""
         takes_rows = all(getattr(reader, "takes_rows", False) for reader in self._readers)
-        self.tell_row: Callable[[StepRow], object] | None = self.waiting.append if takes_rows else None
+        self.emit_row: Callable[[StepRow], object] | None = self.waiting.append if takes_rows else None
         """Adds a step as a row; None if a reader needs the event."""
 
     def add_reader(self, reader: EventReader) -> None:
         """Add a reader of all events from now on. It must not want details."""
         assert getattr(reader, "wants_details", True) is False, "details are made for readers that were there first"
-        if self.tell_row is not None:
+        if self.emit_row is not None:
             self.flush()
-            self.tell_row = None
+            self.emit_row = None
         self._readers += (reader,)
-        self.tell = self.waiting.append
+        self.emit = self.waiting.append
 
     @property
     def mark(self) -> int:

@@ -11,10 +11,10 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Final
 
 from kvarts.core.content import Content
-from kvarts.core.kv.cache import Holding
+from kvarts.core.kv.cache import BlockTable
 
 if TYPE_CHECKING:
-    from kvarts.core.kv.groups import OwnPages
+    from kvarts.core.kv.groups import PagesOfSession
 
 __all__ = ["NEXT_STATES", "Request", "RequestState"]
 
@@ -92,7 +92,6 @@ class Request:
         "has_lost_front",
         "has_unread",
         "hit_tokens",
-        "holding",
         "index",
         "is_handed_over",
         "largest_hit_tokens",
@@ -114,6 +113,7 @@ class Request:
         "state",
         "stop_step",
         "stops",
+        "table",
         "wheel_base",
     )
 
@@ -126,7 +126,7 @@ class Request:
         arrival_ns: int = 0,
         priority: int = 0,
         request_id: str | None = None,
-        own: OwnPages | None = None,
+        own: PagesOfSession | None = None,
         start: int = 0,
         computes_only: bool = False,
         is_handed_over: bool = False,
@@ -153,7 +153,7 @@ class Request:
         self.num_output_tokens = 0
         """Number of tokens generated so far."""
         self.num_computed = 0
-        self.holding: Holding | None = None
+        self.table: BlockTable | None = None
         self.admission = -1
         """Its position in admission order while it runs, else -1."""
         self.seniority = -1

@@ -330,9 +330,9 @@ def serial_hits(trace: Trace, page_size: int, num_pages: int, make_order: MakeOr
         cache.set_time(request.arrival_ns)
         match = cache.match(content, known)
         hits += min(match.num_pages, (request.num_prompt_tokens - 1) // page_size)
-        holding = cache.open(match)
-        cache.grow(holding, known)
-        cache.close(holding, known, known)
+        table = cache.open(match)
+        cache.grow(table, known)
+        cache.close(table, known, known)
     return hits
 
 
@@ -474,27 +474,27 @@ class _Serial:
         if self._only_known:
             num_tokens = max(num_prompt, min(num_tokens, request.content.num_known_pages * page_size))
         match = cache.match(request.content, (num_prompt - 1) // page_size)
-        holding = cache.begin(request.content, match)
+        table = cache.begin(request.content, match)
         at = match.num_pages * page_size
         while at < num_tokens:
             # A chunk of the prompt, or generated tokens up to the end of a page.
             is_prompt = at < num_prompt
             end = min(num_prompt, at + most_new) if is_prompt else min(num_tokens, at + page_size - at % page_size)
             if is_prompt and self._aligned is not None:
-                end = at + self._aligned.num_tokens(request, at, end - at, holding.branch)
+                end = at + self._aligned.num_tokens(request, at, end - at, table.branch)
             if not is_prompt and (self._releases_apart or end == num_tokens):
                 # Groups that release in different steps have their order, and the last step releases nothing: the
                 # request ends with it.
                 for place in self._release_places:
                     each = at - at % page_size + place
                     if at < each < end:
-                        cache.extend(holding, each)
-                        cache.settle(holding, each)
-            cache.extend(holding, end, is_end=is_prompt and end == num_prompt)
+                        cache.extend(table, each)
+                        cache.free_skipped(table, each)
+            cache.extend(table, end, is_end=is_prompt and end == num_prompt)
             if end < num_tokens:
-                cache.settle(holding, end)
+                cache.free_skipped(table, end)
             at = end
-        cache.close(holding, at // page_size)
+        cache.close(table, at // page_size)
         cache.computed.clear()  # its steps are over
         return match.num_pages
 

@@ -14,10 +14,10 @@ from kvarts.base.errors import ConfigError
 from kvarts.base.processes import Processes
 from kvarts.base.user_code import code_named
 from kvarts.core.kv.eviction import LruOrder
+from kvarts.plan.auto_policy import AutoOrder
 from kvarts.plan.cache import HitPlan, MakeOrder
 from kvarts.plan.orders import HintedOrder, SoonestReturnOrder, finishing
 from kvarts.plan.replays import share_kept, summary_of
-from kvarts.plan.weighted import AutoOrder
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.traffic.trace import Trace
 

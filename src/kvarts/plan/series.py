@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from kvarts.base.units import as_hits, as_memory
-from kvarts.plan.sweep import load_of, pareto
+from kvarts.plan.grid import load_of, pareto
 from kvarts.sim.report.words import duration, in_memory, percent
 
 __all__ = ["charts_of", "distinct_points", "sweep_charts", "sweep_table", "sweep_values", "usual_points"]

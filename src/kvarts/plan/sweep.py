@@ -1,327 +1,363 @@
-"""Runs the points of a grid in processes. A killed sweep can be resumed: no point runs twice.
-
-The journal has one line per finished point, in order of completion; a point whose line is incomplete or has changed
-is run again. The table has one row per point, in the order of the points, so it does not depend on the number of
-processes or restarts.
-
-On a Ray cluster, workers import kvarts and read the trace by its path, so both must exist on every node. Ray, and what
-starts processes, is imported only on use.
-"""
+"""`kvarts.sweep`: replays every point of a grid and returns one value that prints, plots and serialises."""
 
 from __future__ import annotations
 
-import itertools
-import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from math import prod
+import hashlib
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from zlib import crc32
+from typing import Any
 
 import msgspec
 
-from kvarts.base.errors import ConfigError, InputError, OutputError
-from kvarts.base.processes import Processes
-from kvarts.sim.traffic.settings import READING
+from kvarts.base.errors import ConfigError, KvartsError
+from kvarts.base.files import located, own_directory, read_toml, reading, write_whole
+from kvarts.base.leftovers import temporary_folder
+from kvarts.base.settings import Flags, Given, Section, given_in
+from kvarts.base.units import as_duration, as_hits
+from kvarts.plan.commands import command_line
+from kvarts.plan.grid import Row, Values, fronts, load_of, points_of, run_sweep, with_changes
+from kvarts.plan.policy import SECTION as POLICY
+from kvarts.plan.policy import check_policy, with_policy
+from kvarts.sim.config import SECTIONS, TABLES, resolve_replay
+from kvarts.sim.replaying import replay
+from kvarts.sim.report.words import number
+from kvarts.sim.traffic.settings import SECTION as TRAFFIC
+from kvarts.sim.traffic.settings import load_given
+from kvarts.sim.traffic.trace import Trace
 
-if TYPE_CHECKING:
-    from kvarts.base.settings import Section
+__all__ = ["Sweep", "run_point", "sweep"]
 
-__all__ = [
-    "Row",
-    "Values",
-    "fronts",
-    "load_of",
-    "pareto",
-    "points_of",
-    "results_on_ray",
-    "run_sweep",
-    "with_changes",
-]
-
-LOAD = ("trace", *READING, "workload", "speedup", "concurrency")
-
-MOST_POINTS = 100_000
-
-Values = dict[str, Any]
-"""Settings by their keys, nested as in a file."""
-Row = dict[str, Any]
-REACHED_WITHIN_S = 5.0
+SMALLER = ("kv_tokens", "ttft_ms_p99")
+LARGER = ("request_throughput_per_s",)
+MEASURES = ("ttft_ms", "tpot_ms", "e2e_ms", "queue_ms")
+AT_ONCE = 1 << 20
+"""Bytes of a trace that are read at once."""
+JOURNAL, TABLE, PARQUET, PAGE = "journal.jsonl", "points.json", "points.parquet", "points.html"
 
 
-def points_of(values: Values, path: Path | None) -> list[Values]:
-    """Return the changes of each point, by dotted keys: the product of `[grid]`, then each of `[[points]]`.
+class Sweep:
+    """The rows of all points, in the order of the grid, with the front of each load.
 
-    Removes both from `values`. Raise InputError, with `path` if given, if they are malformed.
+    `rows`: one mapping per point; the reference lists its fields. `keys`: the settings that points change. `slo`: the
+    bounds that all points share. `command`: that of the sweep; empty if it was not started on the command line.
     """
-    grid, points = values.pop("grid", {}), values.pop("points", [])
-    if not isinstance(grid, dict) or not isinstance(points, list) or not all(isinstance(p, dict) for p in points):
-        raise InputError("[grid] is a table of lists, and each of [[points]] a table", path=path)
-    lists = _dotted(grid)
-    for key, choices in lists.items():
-        if not isinstance(choices, list) or not choices:
-            raise InputError("must be a list with at least one value", path=path, field=f"grid.{key}")
-    num_points = (prod(map(len, lists.values())) if lists else 0) + len(points)
-    if num_points > MOST_POINTS:  # checked before any point is built
-        raise InputError(
-            f"has {num_points:,} points, and {MOST_POINTS:,} are run at most",
-            path=path,
-            field="grid",
-            hint="Take fewer values, or several files.",
-        )
-    product = [dict(zip(lists, chosen, strict=True)) for chosen in itertools.product(*lists.values())] if lists else []
-    found = product + [_dotted(point) for point in points]
-    if not found:
-        raise InputError("has no points", path=path, hint="Give a table [grid] of lists, or tables [[points]].")
-    return found
+
+    def __init__(
+        self, name: str, rows: list[Row], keys: list[str], slo: Mapping[str, Any] | None, command: str
+    ) -> None:
+        self.name = name
+        self.rows = rows
+        self.keys = keys
+        self.slo = slo
+        self.command = command
+
+    @property
+    def front(self) -> list[Row]:
+        """The rows on the Pareto front of their load in KV memory, TTFT p99 and throughput; equal rows once."""
+        return [row for row in self.rows if row["pareto"]]
+
+    def to_text(self) -> str:
+        """Return the text that `kvarts sweep` prints: the front of each load, with a line end."""
+        loads = load_of(self.keys)
+        others = [key for key in self.keys if key not in loads]
+        num_same = Counter(row["same_as"] for row in self.rows)
+        by_load: dict[str, list[tuple[int, Row]]] = {}
+        for place, row in enumerate(self.rows):
+            if row["pareto"]:
+                by_load.setdefault(_settings(row, loads), []).append((place, row))
+        lines = [
+            f"{len(self.rows):,} points; those of each load that no other beats in KV memory, TTFT p99 and throughput"
+        ]
+        for load, on_front in by_load.items():
+            lines += ["", *([load] if load else [])]
+            lines.append("  ".join(f"{head:>{width}}" for head, width in HEADS) + "  settings")
+            for place, row in on_front:
+                also = f" (and {num_same[place]:,} that measure the same)" if num_same[place] else ""
+                cells = "  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(_cells(row), HEADS, strict=True))
+                lines.append(f"{cells}  {_settings(row, others)}{also}".rstrip())
+        return "\n".join(lines) + "\n"
+
+    def to_html(self) -> bytes:
+        """Return a self-contained page with charts and a table of all points."""
+        from kvarts.plan.page import render_page
+
+        return render_page(self._drawn)
+
+    def to_json(self) -> bytes:
+        """Return `rows` as indented JSON, with a line end."""
+        return msgspec.json.format(msgspec.json.encode(self.rows), indent=2) + b"\n"
+
+    def to_pandas(self) -> Any:
+        """Return a pandas.DataFrame, one row per point. Raise ConfigError if pandas is not installed."""
+        from kvarts.base.columns import to_frame
+
+        return to_frame(self._columns)
+
+    def to_arrow(self) -> Any:
+        """Return a pyarrow.Table, a row per point. Raise ModuleNotFoundError without pyarrow."""
+        import pyarrow as pa
+
+        try:
+            return pa.table(self._columns)
+        except pa.ArrowInvalid:  # a setting with values of several types
+            return pa.table({name: _as_text(values) for name, values in self._columns.items()})
+
+    def plot(self) -> Any:
+        """Return the charts of the page as a matplotlib Figure. Raise ConfigError if matplotlib is not installed."""
+        from kvarts.plan.page import figure_of
+        from kvarts.sim.report.pictures import check_installed
+
+        check_installed("plot")
+        return figure_of(self._drawn)
+
+    def picture(self, form: str) -> bytes:
+        """Return the charts as a file of `form`: png or svg."""
+        from kvarts.plan.page import draw
+
+        return draw(self._drawn, form)
+
+    @property
+    def _drawn(self) -> dict[str, Any]:
+        from kvarts.plan.series import sweep_values
+
+        return sweep_values(self.name, self.rows, self.keys, self.command, self.slo)
+
+    @property
+    def _columns(self) -> dict[str, list[Any]]:
+        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        return {name: [row.get(name) for row in self.rows] for name in names}
+
+    def __repr__(self) -> str:
+        keys = ", ".join(self.keys)
+        return f"<Sweep {self.name}: {len(self.rows):,} points over {keys}; {len(self.front):,} on a front>"
+
+    def _repr_html_(self) -> str:
+        from kvarts.sim.report.page import table_html
+
+        heads = [f">{head}" for head, _ in HEADS]
+        rows = [[_settings(row, self.keys), *_cells(row)] for row in self.front]
+        what = "those that no other of their load beats in KV memory, TTFT p99 and throughput"
+        return table_html(f"Sweep {self.name}", [f"{len(self.rows):,} points; {what}"], ["settings", *heads], rows)
 
 
-def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any], sections: Sequence[Section] = ()) -> Values:
-    """Return a copy of `values` with `changes`, by dotted keys, applied.
-
-    `sections`: the lists of tables that may lack names of their own.
-    """
-    changed: Values = json.loads(json.dumps(values))
-    names_of = {section.table: section.name_of for section in sections if section.name_of is not None}
-    for key, value in changes.items():
-        *tables, name = key.split(".")
-        table: Any = changed
-        for inner in tables:
-            if isinstance(table, list):
-                table = _named(table, inner, key, names_of.get(tables[0]))
-            else:
-                table = table.setdefault(inner, {})
-        table[name] = value
-    return changed
+HEADS = (("KV tokens", 14), ("GiB", 6), ("hits", 7), ("TTFT p99", 10), ("TPOT p99", 9), ("requests/s", 10))
+"""Columns of a front, with their widths."""
 
 
-def _named(tables: list[Any], name: str, key: str, name_of: Callable[[Values], str] | None) -> Values:
-    """Return the table with a name of a list, such as `[[tier]]`. Raise ConfigError without one."""
-    known = {}
-    for table in tables:
-        if isinstance(table, dict):
-            known[table.get("name", "" if name_of is None else name_of(table))] = table
-    if name in known:
-        found: Values = known[name]
-        return found
-    hint = f"There are: {', '.join(map(str, filter(None, known)))}." if any(known) else "Give the table a name."
-    raise ConfigError(f"has no table with the name {name!r} in its list", field=key, hint=hint)
+def _cells(row: Row) -> list[str]:
+    return [
+        f"{row['kv_tokens']:,}",
+        f"{row['kv_bytes'] / (1 << 30):,.1f}" if row.get("kv_bytes") else "-",
+        as_hits(row["hit_ratio"]),
+        as_duration(row["ttft_ms_p99"]),
+        as_duration(row["tpot_ms_p99"]),
+        number(row["request_throughput_per_s"]),
+    ]
 
 
-def run_sweep(
-    points: Sequence[Values],
-    run: Callable[[Values], Row],
-    journal: Path,
+def _settings(row: Row, keys: Sequence[str]) -> str:
+    return ", ".join(f"{key}={row[key]}" for key in keys if key in row)
+
+
+def _as_text(values: list[Any]) -> list[Any]:
+    kinds = {type(value) for value in values if value is not None}
+    return values if len(kinds) < 2 or kinds <= {int, float} else [None if v is None else str(v) for v in values]
+
+
+def sweep(
+    config: Path | str | Mapping[str, Any],
+    directory: Path | str | None = None,
     *,
-    workers: int,
+    workers: int = 1,
     ray_address: str | None = None,
     on_done: Callable[[int, int], object] | None = None,
-) -> list[Row]:
-    """Run every point that is missing from `journal`, and return one row per point, in order.
+) -> Sweep:
+    """Replay every point of a grid, and return one row per point.
 
-    `run` must be importable by other processes. `ray_address`: a Ray cluster that runs the points instead. `on_done`
-    receives the number of finished points and the total.
+    `config`: a file of `kvarts replay --config`, or a mapping with its keys. It has either a table `grid` of lists,
+    whose product gives the points, or a list `points` of tables, or both; its `trace` is a path or a sample's name.
+    `directory` receives the rows, a page, and a journal from which an interrupted sweep resumes. `workers`: number of
+    processes; more than one requires a script that can be imported. `ray_address`: a Ray cluster to use instead.
+    `on_done` receives the number of finished points and the total, first with the number that the journal contains.
+
+    Raise ConfigError and InputError for a point that cannot run, before any runs; OutputError for the directory.
     """
-    keys = [_key(point) for point in points]
-    done = _read(journal)
-    missing = {key: point for key, point in zip(keys, points, strict=True) if key not in done}
+    path, values = _read(config)
+    changes = points_of(values, path)
+    points: list[Values] = []
+    digests: dict[str, str] = {}
+    for changed in changes:
+        point: Values = {
+            "path": None if path is None else str(path),
+            "changes": changed,
+            "values": with_changes(values, changed, _sections()),
+        }
+        point["traffic"] = _checked(point, digests)
+        point["version"] = sys.modules["kvarts"].__version__  # not imported: the package imports this room
+        points.append(point)
+    run = partial(run_point, base=Path.cwd())
 
-    def tell() -> None:
-        if on_done is not None:
-            on_done(len(set(keys) & done.keys()), len(set(keys)))
+    def rows_in(folder: Path) -> list[Row]:
+        return run_sweep(points, run, folder / JOURNAL, workers=workers, ray_address=ray_address, on_done=on_done)
 
-    tell()
-    try:
-        with journal.open("ab") as file:
-            if file.tell() and not _ends_whole(journal):
-                file.write(b"\n")
-            for key, row in _results(missing, run, workers, ray_address):
-                done[key] = row
-                file.write(_line(key, row))
-                file.flush()
-                os.fsync(file.fileno())
-                tell()
-    except OSError as error:
-        raise OutputError(f"cannot be written: {error.strerror}", path=journal) from error
-    return [done[key] for key in keys]
-
-
-def _results(
-    missing: Mapping[str, Values], run: Callable[[Values], Row], workers: int, ray_address: str | None
-) -> Iterator[tuple[str, Row]]:
-    if ray_address is not None and missing:
-        yield from results_on_ray(missing, run, ray_address)
-        return
-    with Processes(max(1, min(workers, len(missing))), run) as processes:
-        yield from processes.results(_called, missing)
-
-
-def _called(run: Callable[[Values], Row], point: Values) -> Row:
-    return run(point)
-
-
-def pareto(rows: Sequence[Row], smaller: Sequence[str], larger: Sequence[str] = ()) -> list[bool]:
-    """Return, per row, whether it is on the Pareto front: no other row is as good in all columns and better in one.
-
-    A row with a missing value in one of the columns is not on the front.
-    """
-    costs = [
-        None
-        if any(row[name] is None for name in (*smaller, *larger))
-        else (*(row[name] for name in smaller), *(-row[name] for name in larger))
-        for row in rows
-    ]
-    known = [cost for cost in costs if cost is not None]
-    return [
-        cost is not None
-        and not any(other != cost and all(a <= b for a, b in zip(other, cost, strict=True)) for other in known)
-        for cost in costs
-    ]
-
-
-def fronts(
-    rows: Sequence[Row], changes: Sequence[Values], smaller: Sequence[str], larger: Sequence[str] = ()
-) -> list[Row]:
-    """Return the rows with `pareto`, membership in the front of the points with the same load, and `same_as`.
-
-    Points with different loads do not compete: half the rate has lower latencies on any memory. `changes`: the settings
-    that each point changes. `same_as`: the index of an earlier point of the load with equal values in all other
-    columns, or None; a point with `same_as` is not on the front.
-    """
-    by_load: dict[str, list[int]] = {}
-    for place, changed in enumerate(changes):
-        by_load.setdefault(_key({key: changed[key] for key in load_of(changed)}), []).append(place)
-    on_front = [False] * len(rows)
-    same_as: list[int | None] = [None] * len(rows)
-    for places in by_load.values():
-        first: dict[str, int] = {}
-        for place in places:
-            measured = {key: value for key, value in rows[place].items() if key not in changes[place]}
-            earlier = first.setdefault(_key(measured), place)
-            same_as[place] = None if earlier == place else earlier
-        for place, is_on in zip(places, pareto([rows[place] for place in places], smaller, larger), strict=True):
-            on_front[place] = is_on and same_as[place] is None
-    return [{**row, "pareto": is_on, "same_as": same} for row, is_on, same in zip(rows, on_front, same_as, strict=True)]
-
-
-def load_of(changed: Iterable[str]) -> list[str]:
-    """Return the settings among `changed` that define the load: the requests, and when they arrive."""
-    return [key for key in changed if key.partition(".")[0] in LOAD]
-
-
-def _dotted(table: Mapping[str, Any], prefix: str = "") -> Values:
-    found: Values = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            found |= _dotted(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
+    if directory is None:
+        with temporary_folder() as folder:
+            return _sweep_of(values, path, "", changes, points, rows_in(folder))
+    directory = Path(directory)
+    command = "" if path is None else shlex.join(["kvarts", "sweep", str(path), "-o", str(directory)])
+    with own_directory(directory):
+        found = _sweep_of(values, path, command, changes, points, rows_in(directory))
+        write_whole(directory / TABLE, found.to_json())
+        _write_parquet(found, directory / PARQUET)
+        write_whole(directory / PAGE, found.to_html())
     return found
 
 
-def _key(point: Values) -> str:
-    from hashlib import sha256
-
-    text = json.dumps(point, sort_keys=True, default=str)
-    return sha256(text.encode()).hexdigest()
-
-
-class _Line(msgspec.Struct):
-    """A finished point. `checksum`: of its key and its row, as JSON."""
-
-    key: str
-    row: msgspec.Raw
-    checksum: int
+def _read(config: Path | str | Mapping[str, Any]) -> tuple[Path | None, Values]:
+    if isinstance(config, Mapping):
+        try:  # rows, the journal and other processes need plain values
+            return None, msgspec.json.decode(msgspec.json.encode(config, enc_hook=_plain))
+        except TypeError as error:
+            raise ConfigError(f"{error}", field="config", hint="Name a trace by its path.") from error
+    return Path(config), read_toml(Path(config), hint="Check the path of the configuration.")
 
 
-def _checksum(key: str, row: bytes) -> int:
-    return crc32(row, crc32(key.encode()))
+def _plain(value: object) -> str:
+    """Return a path as a string, as in a file. Raise TypeError for a value that a file cannot hold."""
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is not a value that a file can hold")
 
 
-def _line(key: str, row: Row) -> bytes:
-    text = json.dumps(row).encode()
-    return msgspec.json.encode(_Line(key, msgspec.Raw(text), _checksum(key, text))) + b"\n"
+def _sweep_of(
+    values: Values, path: Path | None, command: str, changes: list[Values], points: list[Values], rows: list[Row]
+) -> Sweep:
+    rows = [
+        {**row, "command": _replay_command(point)}
+        for point, row in zip(points, fronts(rows, changes, SMALLER, LARGER), strict=True)
+    ]
+    keys = sorted({key for changed in changes for key in changed})
+    slo = values.get("slo") if not any(key.startswith("slo.") for key in keys) else None
+    return Sweep("grid" if path is None else path.name, rows, keys, slo, command)
 
 
-def _read(journal: Path) -> dict[str, Row]:
-    """Return the finished points. Lines that are not as they were written are skipped."""
+def _write_parquet(sweep: Sweep, path: Path) -> None:
+    """Write the rows as Parquet if pyarrow is installed."""
     try:
-        lines = journal.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", path=journal) from error
-    found = {}
-    for line in lines:
-        try:
-            read = msgspec.json.decode(line, type=_Line)
-            row = bytes(read.row)
-            if read.checksum == _checksum(read.key, row):
-                found[read.key] = msgspec.json.decode(row, type=Row)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            continue
-    return found
-
-
-def _ends_whole(journal: Path) -> bool:
-    with journal.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
-
-
-def results_on_ray(
-    missing: Mapping[str, Values], run: Callable[[Values], Values], address: str
-) -> Iterator[tuple[str, Values]]:
-    """Yield the key and row of each point as it is done.
-
-    Raise ConfigError if the cluster is not reachable, OutputError if a worker ends, again and again, before its point.
-    """
-    try:
-        import ray
-        from ray.exceptions import RayError, RayTaskError
-    except ImportError:
-        raise ConfigError("needs ray", field="--ray", hint="pip install 'kvarts[ray]'.") from None
-    _check_reachable(address)
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise _unreachable(address, what) from error
-    try:
-        remote = ray.remote(num_cpus=1)(lambda point: run(point))  # noqa: PLW0108  (ray wants a function, not a partial)
-        pending = {remote.remote(point): key for key, point in missing.items()}
-        while pending:
-            done, _ = ray.wait(list(pending), num_returns=1)
-            yield pending.pop(done[0]), ray.get(done[0])
-    except RayTaskError:
-        raise  # the error of a point, which it is an instance of
-    except RayError as error:
-        # Ray has run the point again, three times, on other workers.
-        raise OutputError(
-            f"a worker of the Ray cluster has ended before its point was done: {type(error).__name__}",
-            hint="Run the same command again: points that are done are kept. Its workers may lack memory.",
-        ) from error
-    finally:
-        ray.shutdown()
-
-
-def _check_reachable(address: str) -> None:
-    """Raise ConfigError if nothing answers at host:port. Ray itself would retry for minutes."""
-    host, colon, port = address.rpartition(":")
-    if not colon or "/" in host or not port.isdecimal():
+        import pyarrow.parquet as pq
+    except ModuleNotFoundError:
         return
-    from socket import create_connection
+    from kvarts.base.files import whole_file
 
+    with whole_file(path) as file:
+        pq.write_table(sweep.to_arrow(), file)
+
+
+# One point --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _sections() -> tuple[Section, ...]:
+    return (*SECTIONS, TRAFFIC, *TABLES, POLICY)
+
+
+def _given(point: Values, base: Path = Path()) -> Given:
+    path = None if point["path"] is None else base / point["path"]
+    several = [name for name in ("models", "sharing") if name in point["values"]]
+    if several:
+        raise ConfigError(
+            "is of several models, and a sweep replays one", path=path, field=several[0], hint="Sweep each model alone."
+        )
+    return given_in(point["values"], _sections(), path)
+
+
+def run_point(point: Values, base: Path) -> Row:
+    """Replay one point and return its row. `base`: the directory that its relative path starts from."""
+    given = _given(point, base)
+    config = resolve_replay(given, _sections()).certain
+    traffic = _traffic(point["path"] and str(base / point["path"]), _frozen(point["values"]), point["traffic"])
+    summary = replay(traffic, with_policy(config, given, traffic)).summary
+    goodput = summary["goodput"]
+    row = {
+        **point["changes"],
+        "kv_tokens": (kv_tokens := config.num_pages * config.page_size * config.replicas),
+        "kv_bytes": None if config.placement is None else kv_tokens // config.page_size * config.page_bytes,
+        "hit_ratio": summary["prefix_hit_ratio"],
+    }
+    for name in MEASURES:
+        row |= {f"{name}_{column}": summary[name][column] for column in ("mean", "p50", "p90", "p99")}
+    return row | {
+        "request_throughput_per_s": summary["request_throughput_per_s"],
+        "output_throughput_tokens_per_s": summary["output_throughput_tokens_per_s"],
+        "goodput_per_s": None if goodput is None else goodput["requests_per_s"],
+        "slo_ratio": None if goodput is None else goodput["ratio"],
+        "num_rejected": summary["num_rejected"],
+        "num_preemptions": summary["num_preemptions"],
+        "num_evicted_pages": summary["num_evicted_pages"],
+        "limited_by": summary["limited_by"]["cause"],
+    }
+
+
+def _replay_command(point: Values) -> str | None:
+    """Return the command line that replays a point; None if one of its settings has no option."""
+    in_file = _given(point)
+    given = Given()
+    trace = None
+    for setting in (setting for section in _sections() if not section.is_named for setting in section.settings):
+        if setting.key == "trace" and "trace" in in_file:
+            trace = in_file.path_of("trace")
+        elif setting.key in in_file:
+            if setting.flag is None or isinstance(in_file[setting.key], dict):
+                return None
+            given.add(setting, in_file[setting.key], Flags())
+    return command_line(given, _sections(), trace, None, {})
+
+
+def _checked(point: Values, digests: dict[str, str]) -> str:
+    """Return an identifier of the traffic of a point. Raise KvartsError for a point that cannot run."""
     try:
-        create_connection((host, int(port)), timeout=REACHED_WITHIN_S).close()
-    except (OSError, OverflowError) as error:
-        raise _unreachable(address, str(error)) from error
+        given = _given(point)
+        resolve_replay(given, _sections())
+        check_policy(given)
+        if "trace" not in given and "workload" not in given:
+            raise ConfigError("is missing", path=point["path"], field="trace", hint="Give trace or [workload].")
+        if "trace" not in given:
+            return "workload"
+        path = given.path_of("trace")
+        if str(path) not in digests:
+            digests[str(path)] = _digest(path)
+        return digests[str(path)]
+    except KvartsError as error:
+        changed = ", ".join(f"{key} = {value!r}" for key, value in point["changes"].items())
+        error.hint = f"{error.hint or ''} This is the point {changed}.".strip()
+        raise
 
 
-def _unreachable(address: str, what: str) -> ConfigError:
-    return ConfigError(
-        f"{address!r} is not a Ray cluster that can be reached: {what}",
-        field="--ray",
-        hint="Give its address as host:port, or auto.",
-    )
+def _digest(path: Path) -> str:
+    """Return a hash of the contents of a trace, so that a changed file makes a new point. Raise InputError."""
+    with reading(path):
+        files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    found = hashlib.sha256()
+    for file in files:
+        with reading(file), located(file).open("rb") as opened:
+            while part := opened.read(AT_ONCE):
+                found.update(part)
+    return found.hexdigest()
+
+
+def _frozen(values: Values) -> str:
+    """Return the settings of a point that control how its traffic is read, as JSON."""
+    keys = tuple(setting.key for setting in TRAFFIC.settings)
+    return msgspec.json.encode({key: values[key] for key in keys if key in values}).decode()
+
+
+@cache
+def _traffic(path: str | None, reading: str, digest: str) -> Trace:
+    """Load the traffic of a point; each process loads it once for all its points. `digest`: hash of its contents."""
+    found = load_given(given_in(msgspec.json.decode(reading), (TRAFFIC,), None if path is None else Path(path)))
+    assert found is not None
+    return found

@@ -287,12 +287,12 @@ class EngineLoop:
         for held in self.held:
             held.hold()
         try:
-            self._tell(completions)
+            self._emit(completions)
         finally:
             for held in self.held:
                 held.release()
 
-    def _tell(self, completions: Sequence[Completion]) -> None:
+    def _emit(self, completions: Sequence[Completion]) -> None:
         for completion in completions:
             listener = self._listeners.get(completion.index)
             if listener is None:

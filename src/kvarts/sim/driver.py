@@ -164,7 +164,7 @@ class Driver:
                 self._poll(of_model, now_ns)
                 if of_model.is_told:
                     self._run_due(now_ns, is_watched=of_model.router.reads_events)
-                of_model.tell(now_ns, self._ran if self._tells_apart else self._all)
+                of_model.emit(now_ns, self._ran if self._tells_apart else self._all)
                 self._ran.clear()
             self._arrive(now_ns)
         for index in range(len(self._runners)):
@@ -267,7 +267,7 @@ class Driver:
                 if of_model.router.is_told or of_model.router.reads_metrics:
                     if not of_model.router.staleness_ns and of_model.router.reads_metrics:
                         of_model.poll(now_ns, self._all)
-                    of_model.tell(now_ns, self._all)
+                    of_model.emit(now_ns, self._all)
                 self._arrive(now_ns)
             if self._holding and self._num_refused > num_refused:  # they have made room for others
                 self._take_placed(now_ns)
@@ -306,14 +306,14 @@ class Driver:
             else:
                 of_model.end(request, row, engine)
         if finished:
-            self._tell(len(finished))
+            self._emit(len(finished))
 
     def _give_up(self, now_ns: int) -> None:
         """Drop the request with the next deadline, at `now_ns`."""
         _, number, _, request = heappop(self._deadlines)
         if self._arrivals[number].holds(request):
             self._arrivals[number].withdraw(request, now_ns)
-            self._tell(1)
+            self._emit(1)
         if request not in self._in_engines:
             return
         of_model, _, engine = self._in_engines[request]
@@ -344,7 +344,7 @@ class Driver:
     def _take_placed(self, now_ns: int) -> None:
         """Send the requests that the router held and has now placed to their engines."""
         for of_model in self._holding:
-            of_model.tell(now_ns, self._all)
+            of_model.emit(now_ns, self._all)
             if of_model.router.reads_metrics and not of_model.router.staleness_ns:
                 of_model.poll(now_ns, self._all)
             while placed := of_model.take_placed(now_ns):  # an engine that refuses one makes room for the next
@@ -372,7 +372,7 @@ class Driver:
         else:
             of_model.reject(request, row, engine, reason, now_ns)
             self._num_refused += 1
-            self._tell(1)
+            self._emit(1)
 
     def _rouse(self, index: int, now_ns: int) -> Runner:
         """Wake the runner with this index at `now_ns`, mark it for the next start, and return it."""
@@ -390,7 +390,7 @@ class Driver:
             number = self._arrivals.index(of_model)
             heappush(self._deadlines, (max(deadline_ns, now_ns), number, request.index, request))
 
-    def _tell(self, num_ended: int) -> None:
+    def _emit(self, num_ended: int) -> None:
         if self._on_progress is not None:
             self._on_progress(num_ended)
 

@@ -386,7 +386,7 @@ def open_replica(config: ReplayConfig, readers: Sequence[EventReader]) -> Replic
             memory=None if config.kv_groups == "off" else config.memory,
             make_order=config.eviction,
             holds_pages=config.sessions is not None and config.sessions.holds_pages,
-            leaps_told=not config.step_by_step,
+            leaps_emitted=not config.step_by_step,
             tiers=preparation_of(config.offload),
             prefill=prefill_cost(config),
         ),

@@ -198,7 +198,7 @@ class ReplayedSessions:
     def _reserve(self, session: _Session, keeps: SinkWindow) -> str | None:
         """Reserve the pages of a bounded session; return the reason if that is not possible, else None."""
         at = self._replicas[session.replica]
-        scheduler, reserve = at.scheduler, at.scheduler.own_pages.reserve
+        scheduler, reserve = at.scheduler, at.scheduler.session_pages.reserve
         most_pages = self._memory.most_pages(keeps)
         num_wanted = most_pages + (0 if at.num_bounded else at.room.num_pages)
         # A request already here must fit next to the reserved pages, or it would wait for ever.
@@ -235,7 +235,7 @@ class ReplayedSessions:
             most_pages = self._memory.most_pages(session.pages.keeps)
             session.pages.release()
             at.num_bounded -= 1
-            at.scheduler.own_pages.reserve.shrink(most_pages + (0 if at.num_bounded else at.room.num_pages))
+            at.scheduler.session_pages.reserve.shrink(most_pages + (0 if at.num_bounded else at.room.num_pages))
         self._unpin(session)
         # A request that waits for memory may fit now.
         at.scheduler.blocked = Blocked.NOT

@@ -124,7 +124,7 @@ class Replica:
         return self.engine.submit(request, now_ns)
 
     def refuse(self, request: Request, reason: str, now_ns: int) -> None:
-        """Tell readers that `request` was refused at `now_ns` before it was queued, for `reason`."""
+        """Emit readers that `request` was refused at `now_ns` before it was queued, for `reason`."""
         self.engine.refuse(request, reason, now_ns)
 
     def cancel(self, request: Request, now_ns: int = 0) -> None:
@@ -293,9 +293,9 @@ class Replica:
     def _end_leap(self) -> list[Request]:
         engine, scheduler = self.engine, self.scheduler
         num_leapt, self._num_leapt = self._num_leapt, 0
-        tell = engine.log.tell_details
-        if tell is not None:
-            tell(StepEnded(scheduler.wheel.step + num_leapt - 1, engine.now_ns))
+        emit = engine.log.emit_details
+        if emit is not None:
+            emit(StepEnded(scheduler.wheel.step + num_leapt - 1, engine.now_ns))
         finished = scheduler.commit_leap(num_leapt, engine.now_ns)
         engine.emit()
         return finished
@@ -362,7 +362,7 @@ class Replica:
         if is_watched:
             scheduler = self.scheduler
             num_pages = (num_steps // scheduler.wheel.page_size + 1) * scheduler.wheel.num_decoding
-            if scheduler.cache.settles or not scheduler.cache.has_empty(num_pages * scheduler.cache.page_blocks):
+            if scheduler.cache.frees_skipped or not scheduler.cache.has_empty(num_pages * scheduler.cache.page_blocks):
                 return None
             num_steps -= 1
         return min(now_ns + self.decode_times(num_steps).total_ns, next_ns)
@@ -433,7 +433,7 @@ class Replica:
         side_counts = scheduler.side_counts() if self.engine.has_sides else ()
         num_empty = cache.pool.num_empty
         mark, starts_ns = 0, NO_TIMES
-        if log.tell_details is not None:
+        if log.emit_details is not None:
             mark = log.mark
             if cache.decodes is not None:
                 starts_ns = list(accumulate(times.for_event, initial=now_ns))
@@ -446,13 +446,13 @@ class Replica:
             raise TooLateError
         self._last_decode_ns = times.last_ns or 1
         durations_ns = times.for_event
-        if log.tell_details is not None and cache.decodes is None:
+        if log.emit_details is not None and cache.decodes is None:
             last_ns = end_ns - times.last_ns
             happened = log.take_from(mark)
             for event in tell_by_step(happened, wheel.step, now_ns, last_ns, durations_ns, pages_taken, num_empty):
-                log.tell_details(event)
-        if log.tell is not None:
-            log.tell(
+                log.emit_details(event)
+        if log.emit is not None:
+            log.emit(
                 LeapDone(
                     wheel.step,
                     now_ns,

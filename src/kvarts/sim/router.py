@@ -49,7 +49,7 @@ class Routed(Protocol):
         """Queue `request` at `now_ns`, or return the reason why it can never run."""
 
     def refuse(self, request: Request, reason: str, now_ns: int) -> None:
-        """Tell readers of its events that `request` was refused at `now_ns` before it was queued, for `reason`."""
+        """Emit readers of its events that `request` was refused at `now_ns` before it was queued, for `reason`."""
 
     def cancel(self, request: Request, now_ns: int) -> None:
         """Drop `request` at `now_ns`, between steps."""
@@ -258,7 +258,7 @@ class Informed:
                 num_used / cache.pool.total,
             )
 
-    def tell(self, now_ns: int, runners: Iterable[int]) -> None:
+    def emit(self, now_ns: int, runners: Iterable[int]) -> None:
         """Report to the router what happened by `now_ns` in the engines with the numbers `runners`."""
         router = self.router
         if router.reads_prefills:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvarts.core.content import Content
-from kvarts.core.kv.cache import Holding
+from kvarts.core.kv.cache import BlockTable
 from kvarts.core.kv.eviction import EvictionOrder, LruOrder
 from kvarts.core.kv.page_cache import PageCache
 from kvarts.core.kv.pool import CountPool
@@ -45,9 +45,9 @@ def test_a_hit_inside_a_run_splits_it_and_the_tail_keeps_its_place() -> None:
 
     def run(tokens: list[int], owner: int) -> None:
         content = Content.from_tokens(tokens, page_size=1, owner=owner)
-        holding = cache.open(cache.match(content, len(tokens)))
-        cache.grow(holding, len(tokens))
-        cache.close(holding, len(tokens), len(tokens))
+        table = cache.open(cache.match(content, len(tokens)))
+        cache.grow(table, len(tokens))
+        cache.close(table, len(tokens), len(tokens))
 
     run([1, 2, 3, 4, 5, 6], 0)
     run([9], 1)
@@ -56,17 +56,17 @@ def test_a_hit_inside_a_run_splits_it_and_the_tail_keeps_its_place() -> None:
 
 
 def test_what_no_holder_accounts_for_is_found() -> None:
-    """The audit bites: a page taken by nobody, and a holding forgotten."""
+    """The audit bites: a page taken by nobody, and a block table forgotten."""
     cache = PageCache(CountPool(8), PrefixTree(LruOrder()))
     cache.take(1)
     with pytest.raises(AssertionError, match="L1"):
         cache.check([])
     cache = PageCache(CountPool(8), PrefixTree(LruOrder()))
     content = Content.from_tokens([1, 2, 3], page_size=1, owner=0)
-    holding = cache.open(cache.match(content, 3))
-    cache.grow(holding, 3)
-    cache.publish_pages(holding, 3)
-    cache.check([(holding, 3)])
+    table = cache.open(cache.match(content, 3))
+    cache.grow(table, 3)
+    cache.publish_pages(table, 3)
+    cache.check([(table, 3)])
     with pytest.raises(AssertionError, match="L2"):
         cache.check([])
 
@@ -77,9 +77,9 @@ def test_new_pages_after_a_run_that_was_hit_have_no_hits() -> None:
     cache = PageCache(CountPool(3), PrefixTree(order))
 
     def run(content: Content, num_pages: int) -> None:
-        holding = cache.open(cache.match(content, num_pages))
-        cache.grow(holding, num_pages)
-        cache.close(holding, num_pages, num_pages)
+        table = cache.open(cache.match(content, num_pages))
+        cache.grow(table, num_pages)
+        cache.close(table, num_pages, num_pages)
 
     first, second = (Content.from_tokens([0], page_size=1, owner=owner) for owner in (0, 1))
     run(first, 1)
@@ -93,20 +93,20 @@ def test_a_head_needs_no_less_until_pages_are_findable_that_can_follow_what_it_f
     """Whatever runs that were admitted before compute, and whatever is evicted for them."""
     cache = PageCache(CountPool(16), PrefixTree(LruOrder()))
     tokens = st.lists(st.integers(1, 2), min_size=1, max_size=6)
-    running: list[Holding] = []
+    running: list[BlockTable] = []
 
-    def compute(holding: Holding, num_tokens: int) -> None:
-        if num_tokens - holding.num_pages <= cache.num_free:
-            cache.extend(holding, num_tokens, is_end=False)
+    def compute(table: BlockTable, num_tokens: int) -> None:
+        if num_tokens - table.num_pages <= cache.num_free:
+            cache.extend(table, num_tokens, is_end=False)
 
     def step() -> None:
-        holding = data.draw(st.sampled_from(running))
-        num_computed = holding.num_pages
+        table = data.draw(st.sampled_from(running))
+        num_computed = table.num_pages
         if data.draw(st.booleans()):
-            compute(holding, min(num_computed + data.draw(st.integers(1, 3)), holding.content.num_known_pages + 2))
+            compute(table, min(num_computed + data.draw(st.integers(1, 3)), table.content.num_known_pages + 2))
         else:
-            running.remove(holding)
-            cache.close(holding, num_computed, num_computed)
+            running.remove(table)
+            cache.close(table, num_computed, num_computed)
 
     for owner in range(data.draw(st.integers(1, 6))):
         content = Content.from_tokens(data.draw(tokens), page_size=1, owner=owner)
@@ -128,8 +128,8 @@ def test_a_head_needs_less_when_the_first_of_two_copies_is_evicted_and_the_other
     first, second = (
         cache.open(cache.match(Content.from_tokens([1, 1], page_size=1, owner=owner), 2)) for owner in (0, 1)
     )
-    for holding in (first, second):
-        cache.extend(holding, 2, is_end=True)
+    for table in (first, second):
+        cache.extend(table, 2, is_end=True)
     cache.close(first, 2, 2)
     head = Content.from_tokens([1, 1, 2], page_size=1, owner=2)
     assert cache.needs.to_admit(cache.match(head, 2), 3, 3) == 3

@@ -32,21 +32,21 @@ def test_a_pool_of_a_number_that_cannot_be_is_refused(kind: Callable[..., Any], 
 def test_what_cannot_be_is_refused_and_nothing_has_changed(kind: Callable[[int], Any]) -> None:
     cache = PageCache(kind(4), PrefixTree(LruOrder()))
     text, other = content(1, 2, 3), content(7, 8, owner=1)
-    holding = cache.open(cache.match(text, 3))
-    cache.grow(holding, 3)
+    table = cache.open(cache.match(text, 3))
+    cache.grow(table, 3)
     second = cache.open(cache.match(other, 2))
-    cache.publish_pages(holding, 2)
+    cache.publish_pages(table, 2)
     calls: list[Callable[[], object]] = [
         lambda: cache.grow(second, 2),
-        lambda: cache.grow(holding, 10**9),
-        lambda: cache.shrink(holding, 1),
-        lambda: cache.shrink(holding, -1),
+        lambda: cache.grow(table, 10**9),
+        lambda: cache.shrink(table, 1),
+        lambda: cache.shrink(table, -1),
         lambda: cache.take(2),
         lambda: cache.take(-1),
-        lambda: cache.close(holding, 3, 2),
-        lambda: cache.close(holding, 4, 3),
-        lambda: cache.close(holding, 0, -5),
-        lambda: cache.close(holding, 3, 10**9),
+        lambda: cache.close(table, 3, 2),
+        lambda: cache.close(table, 4, 3),
+        lambda: cache.close(table, 0, -5),
+        lambda: cache.close(table, 3, 10**9),
         lambda: cache.pool.give(4, None),
         lambda: cache.pool.take(2),
         lambda: cache.pool.take(-1),
@@ -56,14 +56,14 @@ def test_what_cannot_be_is_refused_and_nothing_has_changed(kind: Callable[[int],
         with pytest.raises(PageError):
             call()
         assert state(cache) == before
-        cache.check([(holding, 3), (second, 0)])
-    cache.close(holding, 3, 3)
+        cache.check([(table, 3), (second, 0)])
+    cache.close(table, 3, 3)
     before = state(cache)
     for call in (
-        lambda: cache.close(holding, 3, 3),
-        lambda: cache.grow(holding, 4),
-        lambda: cache.publish_pages(holding, 3),
-        lambda: cache.shrink(holding, -1),
+        lambda: cache.close(table, 3, 3),
+        lambda: cache.grow(table, 4),
+        lambda: cache.publish_pages(table, 3),
+        lambda: cache.shrink(table, -1),
     ):
         with pytest.raises(PageError, match="closed"):
             call()

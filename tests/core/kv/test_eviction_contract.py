@@ -56,14 +56,14 @@ def test_a_run_between_the_named_one_and_one_that_is_held_is_evicted() -> None:
     """The held one leaves the tree, since a run before it is evicted; the one between them is nobody's to keep."""
     cache = PageCache(IdPool(9), PrefixTree(FirstPagesFirst()))
     content = Content.from_tokens(list(range(9)), page_size=1, owner=0)
-    holding = cache.open(cache.match(content, 9))
-    cache.grow(holding, 9)
-    cache.publish_pages(holding, 9)
-    path = holding.path
+    table = cache.open(cache.match(content, 9))
+    cache.grow(table, 9)
+    cache.publish_pages(table, 9)
+    path = table.path
     cache.unhold(cache.hold(path, 4, 6))  # splits runs
     held = cache.hold(path, 6, 9)
-    cache.close(holding, 9, 9)
-    cache.shed(3)
+    cache.close(table, 9, 9)
+    cache.evict(3)
     cache.check([], [held])
     assert (cache.num_used, cache.num_cached, cache.num_free) == (3, 3, 6)
     cache.take(6)

@@ -22,13 +22,13 @@ def open_cache(layer: KvLayer, num_blocks: int, most_new: int) -> GroupPages:
 def test_the_copy_that_is_found_may_be_one_that_others_hold() -> None:
     cache = open_cache(WINDOW, 15, 8)
     contents = [Content.from_tokens(TOKENS, page_size=2, owner=owner) for owner in range(3)]
-    holdings = [cache.open(cache.match(content, 0)) for content in contents[:2]]
-    for holding in holdings:
-        cache.extend(holding, 4, is_end=True)
-    cache.close(holdings[0], 2, 2)
+    tables = [cache.open(cache.match(content, 0)) for content in contents[:2]]
+    for table in tables:
+        cache.extend(table, 4, is_end=True)
+    cache.close(tables[0], 2, 2)
     match = cache.match(contents[2], 5)
     wanted, least = cache.needs.to_admit(match, 12, 8), cache.needs.least_to_admit(match, 12, 8)
-    cache.shed(4)
+    cache.evict(4)
     match = cache.match(contents[2], 5)
     assert match.num_pages == 2
     assert least == cache.needs.to_admit(match, 12, 8) < wanted
@@ -38,12 +38,12 @@ def test_a_request_that_finds_less_may_need_less() -> None:
     """At the end of a chunk there is nothing to hold of it; pages before have the chunk's parts to hold."""
     cache = open_cache(CHUNK, 14, 2)
     content, other = (Content.from_tokens([*TOKENS, 1, 2, 3, 4], page_size=2, owner=owner) for owner in range(2))
-    holding = cache.open(cache.match(content, 0))
+    table = cache.open(cache.match(content, 0))
     for num_tokens in range(2, 16, 2):
-        cache.extend(holding, num_tokens, is_end=num_tokens == 14)
-        cache.settle(holding, num_tokens)
+        cache.extend(table, num_tokens, is_end=num_tokens == 14)
+        cache.free_skipped(table, num_tokens)
     cache.count()
-    cache.close(holding, 7, 7)
+    cache.close(table, 7, 7)
     found = cache.match(other, 7), cache.match(other, 4)
     assert [match.num_pages for match in found] == [7, 4]
     needs = [cache.needs.to_admit(match, 16, 2) for match in found]
@@ -57,10 +57,10 @@ def test_states_at_the_ends_of_chunks_need_one_part_for_all_the_pages_of_a_chunk
     cache = GroupPages(memory, num_blocks=40, page_size=2, most_new_tokens=8)
     tokens = list(range(40))
     content, other = (Content.from_tokens(tokens, page_size=2, owner=owner) for owner in range(2))
-    holding = cache.open(cache.match(content, 0))
-    cache.extend(holding, 12, is_end=True)
-    assert cache.incoming.to_go_on(holding, 40, 0) == cache.incoming.to_go_on(holding, 40, 8) == 14 + 1
-    cache.close(holding, 6, 6)
+    table = cache.open(cache.match(content, 0))
+    cache.extend(table, 12, is_end=True)
+    assert cache.incoming.to_go_on(table, 40, 0) == cache.incoming.to_go_on(table, 40, 8) == 14 + 1
+    cache.close(table, 6, 6)
     match = cache.match(other, 19)
     assert match.num_pages == 6
     # What is found and not held: six pages, and their state, which vLLM counts though the load brings another one.

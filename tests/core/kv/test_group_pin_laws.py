@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvarts.core.content import Content
 from kvarts.core.kv.cache import PageReserve, Pins
-from kvarts.core.kv.group_pages import GroupPages, PartHolding
+from kvarts.core.kv.group_pages import GroupPages, GroupTable
 from kvarts.core.kv.groups import GroupMemory, PartGroup, Retention
 from kvarts.core.kv.layers import KvLayer
 from kvarts.core.kv.pool import PageError
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.laws
 @dataclass
 class Turn:
     content: Content
-    holding: PartHolding
+    table: GroupTable
     sequence: NaiveSequence
 
 
@@ -76,12 +76,12 @@ class PinMachine(RuleBasedStateMachine):
         num_new = len(tokens) - length * self.cache.page_size
         sequence = self.model.open(tokens, None, length, num_new, is_end=is_end)
         if sequence is not None:
-            holding = self.cache.open(match)
-            self.cache.parts.extend(holding.parts, len(tokens))
+            table = self.cache.open(match)
+            self.cache.parts.extend(table.parts, len(tokens))
             if is_end:  # of one step, as the model has it
-                self.cache.parts.extend(holding.parts, len(tokens), is_end=True)
+                self.cache.parts.extend(table.parts, len(tokens), is_end=True)
             self.cache.count()
-            self.turns.append(Turn(content, holding, sequence))
+            self.turns.append(Turn(content, table, sequence))
 
     @precondition(lambda self: self.turns)
     @rule(index=st.integers(0, 99), is_pinned=st.booleans(), cut=st.integers(0, 3))
@@ -89,7 +89,7 @@ class PinMachine(RuleBasedStateMachine):
         """A turn ends, and some of what it leaves is pinned."""
         turn = self.turns.pop(index % len(self.turns))
         num_tokens = len(turn.sequence.tokens)
-        self.cache.close(turn.holding, num_tokens // self.cache.page_size, 0)
+        self.cache.close(turn.table, num_tokens // self.cache.page_size, 0)
         self.model.close(turn.sequence)
         if is_pinned:
             most = max(0, num_tokens // self.cache.page_size - cut)
@@ -134,9 +134,9 @@ class PinMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         cache, model = self.cache, self.model
-        reserved = self.reserve.holding()
-        held = [turn.holding for turn in self.turns] + self.pins.holdings()
-        cache.check([(holding, 0) for holding in [*held, *([] if reserved is None else [reserved])]])
+        reserved = self.reserve.table()
+        held = [turn.table for turn in self.turns] + self.pins.tables()
+        cache.check([(table, 0) for table in [*held, *([] if reserved is None else [reserved])]])
         assert cache.num_free * self.block_bytes == model.free_bytes()
         assert cache.num_cached * self.block_bytes == sum(map(model.bytes_of, model.released))
         kept: dict[int, NaivePart] = {
@@ -171,9 +171,9 @@ def test_what_two_pins_hold_is_counted_once() -> None:
     made = []
     for owner in (1, 2):
         content = Content.from_tokens(range(20), page_size=2, owner=owner)
-        holding = cache.open(cache.match(content, 9))
-        cache.parts.extend(holding.parts, 20)
-        cache.close(holding, 10, 10)
+        table = cache.open(cache.match(content, 9))
+        cache.parts.extend(table.parts, 20)
+        cache.close(table, 10, 10)
         made.append(pins.add(content, 10 - owner))
     # Full layers keep 9 and 8 pages. The token at 18 sees tokens from 14 on, pages 7 and 8; that at 16 pages 6 and 7.
     assert cache.num_reserved == cache.num_used == 9 + 2 * 3

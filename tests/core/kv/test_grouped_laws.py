@@ -15,7 +15,7 @@ from kvarts.core.kv.layers import KvKind, KvLayer
 from kvarts.core.kv.pool import PageError
 
 from builders.grouped import layers
-from oracles.grouped_cache import GroupedCache, GroupedHolding, PartGroup, Retention
+from oracles.grouped_cache import GroupedCache, GroupedTable, PartGroup, Retention
 from oracles.naive_grouped import NaiveGroups, NaiveSequence
 from oracles.parts import Part
 
@@ -32,7 +32,7 @@ def part_groups(draw: st.DrawFn) -> PartGroup:
 @dataclass
 class Holder:
     content: Content
-    holding: GroupedHolding
+    table: GroupedTable
     sequence: NaiveSequence
 
 
@@ -67,10 +67,10 @@ class GroupedMachine(RuleBasedStateMachine):
         assert match.num_pages == length
         num_new = min(num_new, len(tokens) - length * page_size)
         sequence = self.model.open(tokens, tenant, length, num_new, is_end=is_end)
-        holding = self.cache.open(content, match, num_new, is_end=is_end)
-        assert (holding is None) == (sequence is None)
-        if holding is not None and sequence is not None:
-            self.holders.append(Holder(content, holding, sequence))
+        table = self.cache.open(content, match, num_new, is_end=is_end)
+        assert (table is None) == (sequence is None)
+        if table is not None and sequence is not None:
+            self.holders.append(Holder(content, table, sequence))
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data(), num_new=st.integers(1, 8), is_end=st.booleans())
@@ -82,23 +82,23 @@ class GroupedMachine(RuleBasedStateMachine):
             tokens.append(token)
             holder.content.append(token.to_bytes(8, "little"))
         fits = self.model.advance(holder.sequence, num_new, is_end=is_end)
-        assert self.cache.advance(holder.holding, num_new, is_end=is_end) == fits
+        assert self.cache.advance(holder.table, num_new, is_end=is_end) == fits
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
         holder = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
-        self.cache.close(holder.holding)
+        self.cache.close(holder.table)
         self.model.close(holder.sequence)
         with pytest.raises(PageError, match="closed"):
-            self.cache.close(holder.holding)
+            self.cache.close(holder.table)
 
     @invariant()
     def agrees(self) -> None:
         if not hasattr(self, "cache"):
             return
         cache, model = self.cache, self.model
-        cache.check(holder.holding for holder in self.holders)
+        cache.check(holder.table for holder in self.holders)
         assert cache.empty_bytes == model.empty_bytes
         assert cache.free_bytes == model.free_bytes()
         assert [self.named(part) for part in cache._released] == [(part.group, part.name) for part in model.released]
@@ -108,7 +108,7 @@ class GroupedMachine(RuleBasedStateMachine):
             assert cache.num_used[group] == sum(part.group == group for part in held.values())
             assert cache.num_evicted[group] == sum(index == group for index, _ in model.evicted)
         for holder in self.holders:
-            assert [list(parts) for parts in holder.holding.parts] == [sorted(parts) for parts in holder.sequence.parts]
+            assert [list(parts) for parts in holder.table.parts] == [sorted(parts) for parts in holder.sequence.parts]
 
     def named(self, part: Part) -> tuple[int, object]:
         """Return what the model calls a part that can be found."""
@@ -127,7 +127,7 @@ class GroupedMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         for holder in self.holders:
-            self.cache.close(holder.holding)
+            self.cache.close(holder.table)
         self.cache.check([])
         assert self.cache.used_bytes == 0
         if self.cache.cached_bytes:
@@ -153,11 +153,11 @@ def content_of(num_tokens: int, *, page_size: int = 4, first: int = 0) -> Conten
 def test_a_decode_in_a_full_window_takes_a_part_and_gives_one_back() -> None:
     cache = GroupedCache([PartGroup(FULL, 1), PartGroup(window(8), 1)], page_size=4, total_bytes=40)
     content = content_of(40)
-    holding = cache.open(content, cache.match(content, 0), 16)
-    assert holding is not None
+    table = cache.open(content, cache.match(content, 0), 16)
+    assert table is not None
     used = []
     for _ in range(9):
-        assert cache.advance(holding, 1)
+        assert cache.advance(table, 1)
         used.append(tuple(cache.num_used))
     # While token 16 is computed, tokens 9 to 16 are needed: pages 2, 3 and 4. At token 19, those of 12 to 19.
     assert used == [(5, 3), (5, 3), (5, 3), (5, 2), (6, 3), (6, 3), (6, 3), (6, 2), (7, 3)]
@@ -170,12 +170,12 @@ def test_a_part_that_goes_one_token_too_early_is_noticed(monkeypatch: pytest.Mon
     cache = GroupedCache([PartGroup(window(8), 1)], page_size=4, total_bytes=40)
     model = NaiveGroups([(window(8), 1)], 4, 40)
     content = content_of(40)
-    holding, sequence = cache.open(content, cache.match(content, 0), 8), model.open(list(range(40)), None, 0, 8)
-    assert holding is not None and sequence is not None
+    table, sequence = cache.open(content, cache.match(content, 0), 8), model.open(list(range(40)), None, 0, 8)
+    assert table is not None and sequence is not None
     differing = []
     for step in range(8, 20):
-        assert cache.advance(holding, 1) and model.advance(sequence, 1)
-        if list(holding.parts[0]) != sorted(sequence.parts[0]):
+        assert cache.advance(table, 1) and model.advance(sequence, 1)
+        if list(table.parts[0]) != sorted(sequence.parts[0]):
             differing.append(step)
     assert differing == [10, 14, 18], "the token before last of a page still sees the page before its window"
 
@@ -183,13 +183,13 @@ def test_a_part_that_goes_one_token_too_early_is_noticed(monkeypatch: pytest.Mon
 def test_a_hit_needs_the_last_window_only() -> None:
     cache = GroupedCache([PartGroup(FULL, 1), PartGroup(window(5), 1)], page_size=4, total_bytes=10)
     content = content_of(17)
-    holding = cache.open(content, cache.match(content, 4), 17)
-    assert holding is not None
-    cache.close(holding)
+    table = cache.open(content, cache.match(content, 4), 17)
+    assert table is not None
+    cache.close(table)
     assert cache.match(content, 4).num_pages == 4
     other = content_of(5, first=100)
-    holding = cache.open(other, cache.match(other, 0), 5)  # two parts have to go: the deepest of the first group
-    assert holding is not None
+    table = cache.open(other, cache.match(other, 0), 5)  # two parts have to go: the deepest of the first group
+    assert table is not None
     assert cache.num_evicted == [2, 0]
     assert cache.match(content, 4).num_pages == 2, "the window has all its parts, the full group two"
 
@@ -198,11 +198,11 @@ def test_a_state_is_found_at_its_snapshots_only() -> None:
     state = PartGroup(KvLayer(kind="state", state_bytes=3), 3)
     cache = GroupedCache([PartGroup(FULL, 1), state], page_size=4, total_bytes=30)
     content = content_of(20)
-    holding = cache.open(content, cache.match(content, 0), 8, is_end=True)
-    assert holding is not None
-    assert cache.advance(holding, 8)
-    assert cache.advance(holding, 3, is_end=True), "no page ends here, so there is no snapshot"
-    cache.close(holding)
+    table = cache.open(content, cache.match(content, 0), 8, is_end=True)
+    assert table is not None
+    assert cache.advance(table, 8)
+    assert cache.advance(table, 3, is_end=True), "no page ends here, so there is no snapshot"
+    cache.close(table)
     assert cache.match(content, 4).num_pages == 2
     assert cache.cached_bytes == 4 * 1 + 3
 
@@ -212,11 +212,11 @@ def test_tails_keep_the_ends_of_prompts_and_turns(keeps: Retention, hits: list[i
     """A request of 9 prompt tokens that generates 16: pages of 4, and a window of 5."""
     cache = GroupedCache([PartGroup(FULL, 1), PartGroup(window(5), 1)], page_size=4, total_bytes=40, keeps=keeps)
     content = content_of(25)
-    holding = cache.open(content, cache.match(content, 0), 9, is_end=True)
-    assert holding is not None
-    while holding.num_tokens < 25:
-        assert cache.advance(holding, 1)
-    cache.close(holding)
+    table = cache.open(content, cache.match(content, 0), 9, is_end=True)
+    assert table is not None
+    while table.num_tokens < 25:
+        assert cache.advance(table, 1)
+    cache.close(table)
     # At the end, before it, in the middle, and after the prompt: a window of 5 needs the page before.
     assert [cache.match(content, limit).num_pages for limit in (6, 7, 3, 2)] == hits
     assert cache.cached_bytes == (12 if keeps == "all" else 8)
@@ -235,9 +235,9 @@ def test_what_cannot_be_is_refused() -> None:
     content = content_of(8)
     assert cache.open(content, cache.match(content, 2), 8) is None
     assert cache.free_bytes == 1
-    holding = cache.open(content, cache.match(content, 2), 4)
-    assert holding is not None
+    table = cache.open(content, cache.match(content, 2), 4)
+    assert table is not None
     with pytest.raises(ConfigError, match="num_new"):
-        cache.advance(holding, 0)
-    assert not cache.advance(holding, 1)
+        cache.advance(table, 0)
+    assert not cache.advance(table, 1)
     assert cache.used_bytes == 1

@@ -131,19 +131,19 @@ def test_a_table_of_states_names_the_first_block_of_each(seed: int, aligns: bool
     scattered._free_ids.sort(key=lambda _: random.random())
     scattered.shrink(9)
     content = Content.from_tokens(range(40), page_size=page_size, owner=0)
-    holding = cache.open(cache.match(content, 0))
+    table = cache.open(cache.match(content, 0))
     end = 0
     while end < 8 * page_size:
         most = page_size - end % page_size if end % page_size else 2 * page_size
         end += random.randint(1, most)  # a chunk of several pages begins with one
-        cache.extend(holding, end, is_end=False)
-        cache.settle(holding, end)
+        cache.extend(table, end, is_end=False)
+        cache.free_skipped(table, end)
         cache.count()
-        tables = cache.tables(holding, end)
+        tables = cache.tables(table, end)
         of_parts: list[list[tuple[int, list[PageId]]]] = []
         for index, group in enumerate(memory.groups):
-            parts = [(run.start, run.end, run.ids) for run in holding.parts.held[index]]
-            parts.append((holding.parts.first_open[index], holding.parts.num_taken, holding.parts.open_ids[index]))
+            parts = [(run.start, run.end, run.ids) for run in table.parts.held[index]]
+            parts.append((table.parts.first_open[index], table.parts.num_taken, table.parts.open_ids[index]))
             of_parts.append([])
             for first, last, ids in parts:
                 cut = [list(ids)[at : at + group.part_bytes] for at in range(0, len(ids), group.part_bytes)]
@@ -154,6 +154,6 @@ def test_a_table_of_states_names_the_first_block_of_each(seed: int, aligns: bool
         for page, blocks in of_parts[1]:
             assert tables[2][page] == blocks[0]
         last_page = -(-end // page_size) - 1
-        assert cache.blocks_of_page(holding, last_page) == tuple(table[last_page] for table in tables)
-        cache.check([(holding, len(tables[0]))])
-    cache.close(holding, end // page_size, -(-end // page_size))
+        assert cache.blocks_of_page(table, last_page) == tuple(table[last_page] for table in tables)
+        cache.check([(table, len(tables[0]))])
+    cache.close(table, end // page_size, -(-end // page_size))

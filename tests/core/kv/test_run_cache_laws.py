@@ -15,19 +15,19 @@ from kvarts.core.events import CopiesRemoved, Event, PagesRemoved, PagesStored, 
 from kvarts.core.kv.account import FEW_IDS, RunEvents
 from kvarts.core.kv.eviction import EvictionOrder
 from kvarts.core.kv.group_needs import GroupNeeds
-from kvarts.core.kv.group_pages import HeldByOthers
+from kvarts.core.kv.group_pages import ReferencedByOthers
 from kvarts.core.kv.groups import STATE_SPAN, GroupMemory, PartGroup, Retention
 from kvarts.core.kv.layers import KvLayer
 from kvarts.core.kv.pool import IdPool, PageError, PageIds
 from kvarts.core.kv.run_cache import RunCache
-from kvarts.core.kv.runs import RunHolding
+from kvarts.core.kv.runs import RunTable
 
 from builders.grouped import FULL, STATES, WINDOW, part_groups
 from builders.guide_policies import LeastHits
 from builders.orders import FewestHits, LatestFirst, MostHits
 from builders.parts import MemoryOfOne, listed_pages
 from oracles.grouped_cache import GroupedCache
-from oracles.parts import GroupedHolding
+from oracles.parts import GroupedTable
 
 pytestmark = pytest.mark.laws
 
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.laws
 @dataclass
 class Both:
     content: Content
-    by_page: GroupedHolding
-    by_run: RunHolding
+    by_page: GroupedTable
+    by_run: RunTable
     admission: int = -1
     """Its place among the decodes, if it is one."""
     num_hit: int = -1
@@ -119,9 +119,9 @@ class RunMachine(RuleBasedStateMachine):
         self.grow(held_by_run, start + num_new, is_end)
         self.holders.append(Both(content, held_by_page, held_by_run))
 
-    def grow(self, holding: RunHolding, num_tokens: int, is_end: bool) -> None:
+    def grow(self, table: RunTable, num_tokens: int, is_end: bool) -> None:
         """As GroupedCache does it: snapshots where the tokens end, and not on the way."""
-        self.runs._grow(holding, num_tokens, is_end)
+        self.runs._grow(table, num_tokens, is_end)
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20))
     def open_to_receive(self, tokens: list[int]) -> None:
@@ -134,7 +134,7 @@ class RunMachine(RuleBasedStateMachine):
         memory = GroupMemory(pages.groups)
         needs = GroupNeeds(memory, page_size=pages.page_size, most_new=1)
         start = by_run.num_pages * pages.page_size
-        num_bytes = needs.to_receive(start, len(tokens), HeldByOthers(runs.tree, by_run)) * memory.block_bytes
+        num_bytes = needs.to_receive(start, len(tokens), ReferencedByOthers(runs.tree, by_run)) * memory.block_bytes
         assert num_bytes == pages.to_receive(by_page, len(tokens))
         if num_bytes > pages.room_bytes:
             return
@@ -160,7 +160,7 @@ class RunMachine(RuleBasedStateMachine):
         if self.pages.aligns and num_tokens % self.pages.page_size:
             num_new = min(num_new, -num_tokens % self.pages.page_size)
         assert self.runs.missing_bytes(both.by_run, num_new) == self.pages.missing_bytes(both.by_page, num_new)
-        self.runs.settle(both.by_run, num_tokens)
+        self.runs.free_skipped(both.by_run, num_tokens)
         if self.pages.advance(both.by_page, num_new, is_end=is_end):
             self.grow(both.by_run, num_tokens + num_new, is_end)
 
@@ -178,7 +178,7 @@ class RunMachine(RuleBasedStateMachine):
         both = data.draw(st.sampled_from(self.computing()))
         num_tokens = both.by_page.num_tokens
         self.pages.settle(both.by_page, num_tokens)
-        self.runs.settle(both.by_run, num_tokens)
+        self.runs.free_skipped(both.by_run, num_tokens)
         self.num_admitted += 1
         both.admission = self.num_admitted
         self.runs.decodes.start(both.by_run, both.admission)
@@ -319,7 +319,7 @@ class NamedMachine(RunMachine):
             total_bytes=total_bytes,
             keeps=keeps,
             blocks=IdPool(num_blocks) if with_ids else None,
-            tell=self.of_pages.append,
+            emit=self.of_pages.append,
             aligns=aligns,
             order=make_order(),
         )
@@ -436,17 +436,17 @@ def test_what_is_evicted_from_a_tail_is_split_off_when_it_is_looked_at() -> None
     memory = GroupMemory((PartGroup(FULL, 1), WINDOW))
     cache = RunCache(memory, page_size=4, total_bytes=3 * 12)
     first, second = (Content.from_tokens(range(start, start + 40), page_size=4, owner=start) for start in (0, 100))
-    holding = cache.begin(first, cache.match(first, 9))
-    cache.extend(holding, 40, is_end=True)
-    cache.close(holding, 10)
+    table = cache.begin(first, cache.match(first, 9))
+    cache.extend(table, 40, is_end=True)
+    cache.close(table, 10)
     assert cache.num_cached == [10, 10]
-    holding = cache.begin(second, cache.match(second, 0))
-    cache.extend(holding, 12)
+    table = cache.begin(second, cache.match(second, 0))
+    cache.extend(table, 12)
     assert cache.num_evicted == [3, 0], (
         "the memory had room for two pages in both groups, and the third took three parts"
     )
     assert cache.match(first, 9).num_pages == 7
-    cache.close(holding, 3)
+    cache.close(table, 3)
 
 
 def test_a_tail_of_which_everything_was_evicted_is_forgotten_when_it_is_split_off() -> None:
@@ -454,18 +454,18 @@ def test_a_tail_of_which_everything_was_evicted_is_forgotten_when_it_is_split_of
     first, second = (Content.from_tokens(range(start, start + 40), page_size=4, owner=start) for start in (0, 100))
     # Ten pages, then six of another: all parts of the full group go, and the last of the window.
     for content, num_pages in ((first, 10), (second, 6)):
-        holding = cache.begin(content, cache.match(content, 0))
-        cache.extend(holding, 4 * num_pages, is_end=True)
-        cache.close(holding, num_pages)
+        table = cache.begin(content, cache.match(content, 0))
+        cache.extend(table, 4 * num_pages, is_end=True)
+        cache.close(table, num_pages)
     assert cache.num_evicted == [10, 4]
     # Of the first only its first page is left once there is room for another that begins with two of its pages.
     third = Content.from_tokens([*range(8), *range(200, 204)], page_size=4, owner=200)
-    holding = cache.begin(third, cache.match(third, 2))
-    cache.extend(holding, 12)
+    table = cache.begin(third, cache.match(third, 2))
+    cache.extend(table, 12)
     assert cache.num_evicted == [10, 9]
     (span,) = (child for root in cache.tree.roots.values() for child in root.children.values() if child.end == 2)
     assert [child.content for child in span.children.values()] == [third]
-    cache.close(holding, 3)
+    cache.close(table, 3)
 
 
 def test_what_a_window_passed_page_by_page_is_one_run_for_those_that_come_after() -> None:
@@ -474,7 +474,7 @@ def test_what_a_window_passed_page_by_page_is_one_run_for_those_that_come_after(
     cache = RunCache(GroupMemory((PartGroup(FULL, 1), wide)), page_size=2, total_bytes=200)
     tokens = list(range(16))
 
-    def begun() -> RunHolding:
+    def begun() -> RunTable:
         content = Content.from_tokens([*tokens, 99], page_size=2, owner=1)
         return cache.begin(content, cache.match(content, 8))
 
@@ -483,7 +483,7 @@ def test_what_a_window_passed_page_by_page_is_one_run_for_those_that_come_after(
     second = begun()
     for num_tokens in range(18, 30):
         cache.extend(first, num_tokens)
-        cache.settle(first, num_tokens)
+        cache.free_skipped(first, num_tokens)
     assert [(run.start, run.end) for run in second.held[1]] == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 8)]
     third = begun()
     assert [(run.start, run.end) for run in third.held[1]] == [(0, 5), (5, 8)]
@@ -500,15 +500,15 @@ def test_a_chunk_does_not_evict_the_snapshot_that_it_makes(num_cached: int) -> N
     cache = RunCache(GroupMemory((PartGroup(FULL, 1), PartGroup(STATES[1].layer, 1))), page_size=4, total_bytes=4)
     if num_cached:
         before = Content.from_tokens(range(50, 54), page_size=4, owner=0)
-        holding = cache.begin(before, cache.match(before, 0))
-        cache.extend(holding, 4)
-        cache.close(holding, 1)
+        table = cache.begin(before, cache.match(before, 0))
+        cache.extend(table, 4)
+        cache.close(table, 1)
     content = Content.from_tokens(range(9), page_size=4, owner=1)
-    holding = cache.begin(content, cache.match(content, 2))
-    cache.extend(holding, 9, is_end=True)  # three pages and the state leave no room for a snapshot after two pages
+    table = cache.begin(content, cache.match(content, 2))
+    cache.extend(table, 9, is_end=True)  # three pages and the state leave no room for a snapshot after two pages
     assert (cache.num_used, cache.num_cached, cache.num_evicted) == ([3, 1], [0, 0], [num_cached, 0])
     assert cache.released_bytes == 2 * num_cached, "the page and the state of the sequence before"
-    cache.check([holding])
+    cache.check([table])
 
 
 def test_decodes_that_pass_the_same_pages_leave_them_in_one_piece_until_the_last_has_passed() -> None:
@@ -516,21 +516,21 @@ def test_decodes_that_pass_the_same_pages_leave_them_in_one_piece_until_the_last
     wide = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=20), 1)
     cache = RunCache(GroupMemory((PartGroup(FULL, 1), wide)), page_size=2, total_bytes=400)
     content = Content.from_tokens([*range(16), 99], page_size=2, owner=1)
-    decodes, holdings = cache.decodes, []
+    decodes, tables = cache.decodes, []
     for admission, num_tokens in enumerate((24, 18)):
-        holding = cache.begin(content, cache.match(content, 8))
-        cache.extend(holding, num_tokens)
-        holdings.append(holding)
-        for each in holdings:
-            cache.settle(each, each.num_tokens)
-        decodes.start(holding, admission)
-    first, second = holdings
-    num_taken = [holding.num_taken for holding in holdings]
+        table = cache.begin(content, cache.match(content, 8))
+        cache.extend(table, num_tokens)
+        tables.append(table)
+        for each in tables:
+            cache.free_skipped(each, each.num_tokens)
+        decodes.start(table, admission)
+    first, second = tables
+    num_taken = [table.num_taken for table in tables]
     for _ in range(8):
-        due = [holding for holding in holdings if not (holding.base + decodes.step) % 2]
+        due = [table for table in tables if not (table.base + decodes.step) % 2]
         cache.take_pages(len(due))
-        for holding in due:
-            num_taken[holdings.index(holding)] += 1
+        for table in due:
+            num_taken[tables.index(table)] += 1
         decodes.end_step()
     (span,) = cache.match(content, 8).spans
     held = [(run.start, run.end, len(run.holders)) for run in span.parts[1] if run.holders and run.start < 8]
@@ -549,12 +549,12 @@ def test_states_after_two_chunks_are_given_back_and_gone_one_after_the_other() -
     memory = GroupMemory((PartGroup(FULL, 1), by_page), "tails", aligns=True)
     cache = RunCache(memory, page_size=1, total_bytes=20, events=RunEvents(told.append))
     content = Content.from_tokens(range(6), page_size=1, owner=0)
-    holding = cache.begin(content, cache.match(content, 0))
+    table = cache.begin(content, cache.match(content, 0))
     for num_tokens in (1, 3, 4):
-        cache.extend(holding, num_tokens)
+        cache.extend(table, num_tokens)
     told.clear()
-    cache.settle(holding, 4)
-    cache.check([holding])
+    cache.free_skipped(table, 4)
+    cache.check([table])
     pages = [(type(event), event.start_page) for event in told if isinstance(event, (PartsGivenBack, PagesRemoved))]
     assert pages == [(PartsGivenBack, 2), (PagesRemoved, 2), (PartsGivenBack, 0), (PagesRemoved, 0)]
 
@@ -567,9 +567,9 @@ def test_ids_of_a_large_pool_are_examined_once_as_many_have_moved(num_blocks: in
 
     def filled(owner: int) -> None:
         content = Content.from_tokens([owner], page_size=1, owner=owner)
-        holding = cache.begin(content, cache.match(content, 0))
-        cache.extend(holding, 1)
-        cache.close(holding, 1)
+        table = cache.begin(content, cache.match(content, 0))
+        cache.extend(table, 1)
+        cache.close(table, 1)
 
     filled(0)
     (run,) = [run for span in cache.tree.every() for run in span.parts[0]]

@@ -46,8 +46,8 @@ def no_more_pages_than_tokens(engine: Engine, _step: int) -> None:
     running, size = engine.scheduler.running, engine.config.page_size
     for request in running:
         if request.state is RequestState.DECODING:
-            assert request.holding is not None
-            assert request.holding.num_pages == -(-running.num_computed(request) // size)
+            assert request.table is not None
+            assert request.table.num_pages == -(-running.num_computed(request) // size)
 
 
 @given(served(), guessers())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvarts.core.config import EngineConfig
-from kvarts.core.kv.group_pages import PartHolding
+from kvarts.core.kv.group_pages import GroupTable
 from kvarts.core.kv.groups import GroupMemory, PartGroup
 from kvarts.core.request import Request, RequestState
 from kvarts.core.sched.drafts import Drafts
@@ -48,9 +48,9 @@ def run(case: Case, groups: tuple[PartGroup, ...], keeps: Any, drafter: Knowing)
         for request in live.requests:
             if request.state is not RequestState.DECODING:
                 continue
-            assert isinstance(request.holding, PartHolding)
+            assert isinstance(request.table, GroupTable)
             num_computed = scheduler.wheel.num_computed(request)
-            of_parts = request.holding.parts
+            of_parts = request.table.parts
             for index, group in enumerate(groups):
                 parts = {page for run in of_parts.held[index] for page in range(run.start, run.end)}
                 parts.update(range(of_parts.first_open[index], of_parts.num_taken))
@@ -103,8 +103,8 @@ def run_first(
         for request in live.requests:
             if request.state is not RequestState.DECODING or not scheduler.wheel.has(request):
                 continue
-            assert isinstance(request.holding, PartHolding)
-            start, of_parts = scheduler.wheel.num_computed(request), request.holding.parts
+            assert isinstance(request.table, GroupTable)
+            start, of_parts = scheduler.wheel.num_computed(request), request.table.parts
             for index, group in enumerate(groups):
                 if group.is_state:
                     continue
@@ -234,9 +234,9 @@ def test_a_window_that_believes_a_guess_is_found(monkeypatch: pytest.MonkeyPatch
     """The control: what a guess would no longer see goes back before it is known to be right."""
     take = Drafts._take_pages
 
-    def take_and_believe(self: Drafts, request: Request, holding: Any, start: int, end: int) -> None:
-        take(self, request, holding, start, end)
-        self._cache.settle(holding, end)
+    def take_and_believe(self: Drafts, request: Request, table: Any, start: int, end: int) -> None:
+        take(self, request, table, start, end)
+        self._cache.free_skipped(table, end)
         self._cache.count()
 
     monkeypatch.setattr(Drafts, "_take_pages", take_and_believe)

@@ -23,9 +23,9 @@ def content_of(*tokens: int, owner: int = 0) -> Content:
 def leave(cache: PageCache, content: Content) -> None:
     """Compute a prompt whose request is then gone."""
     num_pages = content.num_known_tokens
-    holding = cache.open(cache.match(content, num_pages))
-    cache.grow(holding, num_pages)
-    cache.close(holding, num_pages, num_pages)
+    table = cache.open(cache.match(content, num_pages))
+    cache.grow(table, num_pages)
+    cache.close(table, num_pages, num_pages)
 
 
 def test_the_index_of_a_tier() -> None:
@@ -87,11 +87,11 @@ def test_the_offloader() -> None:
     config = OffloadConfig(host_pages=4, kv_bytes_per_token=1000, d2h=1_000_000, h2d=2_000_000, latency_us=0.0)
     offloader = open_offloader(config, cache, page_size=1, max_num_batched_tokens=8)
     prompt = content_of(0, 1, 2)
-    holding = cache.open(cache.match(prompt, 3))
-    cache.grow(holding, 3)
-    cache.publish(holding, 3)
-    offloader.confirm(prompt, 3, holding)
-    cache.close(holding, 3, 3)
+    table = cache.open(cache.match(prompt, 3))
+    cache.grow(table, 3)
+    cache.publish(table, 3)
+    offloader.confirm(prompt, 3, table)
+    cache.close(table, 3, 3)
     assert cache.num_used == 0
     offloader.begin_step(1 * NS_PER_MS)
     offloader.plan_stores(1 * NS_PER_MS)

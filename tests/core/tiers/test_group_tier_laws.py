@@ -20,7 +20,7 @@ from kvarts.core.events import Cancelled, Event, PartsGivenBack
 from kvarts.core.kv.groups import GroupMemory, PartGroup
 from kvarts.core.kv.layers import KvLayer
 from kvarts.core.kv.run_cache import RunCache
-from kvarts.core.kv.runs import holding_of_transfer
+from kvarts.core.kv.runs import table_of_transfer
 from kvarts.core.tiers.config import LoadKv, OffloadConfig
 from kvarts.core.tiers.part_policy import LazyParts
 from kvarts.core.tiers.part_tier import PartTier
@@ -106,11 +106,11 @@ def test_the_end_of_a_request_drops_no_parts_of_another(is_lazy: bool) -> None:
     cache = RunCache(memory, page_size=1, total_bytes=20, num_below=1)
     tier, policy = PartTier("host", 20, memory, cache.tree), LazyParts(cache, 20)
     content = Content.from_tokens(range(14), page_size=1, owner=0)
-    holding = cache.begin(content, cache.match(content, 0))
-    cache.extend(holding, 14)
-    cache.close(holding, 14)
-    pin = holding_of_transfer(1)
-    tier.place(holding.last, 0, 3, 14, pin)
+    table = cache.begin(content, cache.match(content, 0))
+    cache.extend(table, 14)
+    cache.close(table, 14)
+    pin = table_of_transfer(1)
+    tier.place(table.last, 0, 3, 14, pin)
     tier.settle(pin, is_stored=True)
     other = Content.from_tokens([*range(10), 99], page_size=1, owner=1)
     if is_lazy:
@@ -129,13 +129,13 @@ def test_a_window_that_needs_no_page_of_a_prefix_leaves_no_run_without_a_part() 
     cache = RunCache(memory, page_size=1, total_bytes=20, num_below=1)
     tier = PartTier("host", 20, memory, cache.tree)
     content = Content.from_tokens(range(4), page_size=1, owner=0)
-    holding = cache.begin(content, cache.match(content, 0))
-    cache.extend(holding, 4)
-    cache.close(holding, 4)
-    pin = holding_of_transfer(1)
-    tier.place(holding.last, 0, 0, 4, pin)
+    table = cache.begin(content, cache.match(content, 0))
+    cache.extend(table, 4)
+    cache.close(table, 4)
+    pin = table_of_transfer(1)
+    tier.place(table.last, 0, 0, 4, pin)
     tier.settle(pin, is_stored=True)
-    tier.touch(holding.last, 2)
+    tier.touch(table.last, 2)
     tier.check([])
 
 
@@ -144,14 +144,14 @@ def test_what_a_store_alone_held_and_nothing_keeps_is_empty_after_it() -> None:
     window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=2), part_bytes=1)
     cache = RunCache(GroupMemory((window,), "tails"), page_size=1, total_bytes=4)
     content = Content(pack_units([1, 2, 3]), num_tokens=3, page_size=1, owner=0)
-    holding = cache.begin(content, cache.tree.match(content, 0))
-    cache.extend(holding, 1)
-    store = holding_of_transfer(1)
-    cache.hold(holding.held[0][0], store)
-    cache.extend(holding, 3)
-    cache.settle(holding, 3)
+    table = cache.begin(content, cache.tree.match(content, 0))
+    cache.extend(table, 1)
+    store = table_of_transfer(1)
+    cache.hold(table.held[0][0], store)
+    cache.extend(table, 3)
+    cache.free_skipped(table, 3)
     cache.unhold(store, go_first=True)
-    cache.check([holding])
+    cache.check([table])
     assert not list(cache.entries())
 
 
@@ -162,11 +162,11 @@ def test_a_tier_is_examined_once_a_sixteenth_has_moved_and_at_rest() -> None:
     tier = PartTier("host", 200, memory, cache.tree)
     for owner, num_pages in enumerate((100, 6, 1)):
         content = Content.from_tokens(range(owner, owner + num_pages), page_size=1, owner=owner)
-        holding = cache.begin(content, cache.match(content, 0))
-        cache.extend(holding, num_pages)
-        cache.close(holding, num_pages)
-        pin = holding_of_transfer(1)
-        tier.place(holding.last, 0, 0, num_pages, pin)
+        table = cache.begin(content, cache.match(content, 0))
+        cache.extend(table, num_pages)
+        cache.close(table, num_pages)
+        pin = table_of_transfer(1)
+        tier.place(table.last, 0, 0, num_pages, pin)
         tier.settle(pin, is_stored=True)
         assert tier.is_check_due(at_rest=False) is (num_pages > 1)
     assert tier.is_check_due(at_rest=True)

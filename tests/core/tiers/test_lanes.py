@@ -17,7 +17,7 @@ from kvarts.cli.outputs import render_table
 from kvarts.core.config import EngineConfig
 from kvarts.core.content import Content
 from kvarts.core.events import ChunkComputed, Event, LoadAwaited, LoadStarted, LoadWeighed, StoreStarted, TransferEnded
-from kvarts.core.kv.cache import Holding
+from kvarts.core.kv.cache import BlockTable
 from kvarts.core.kv.eviction import LruOrder
 from kvarts.core.kv.page_cache import PageCache
 from kvarts.core.kv.pool import IdPool
@@ -213,13 +213,13 @@ def test_a_store_that_is_never_reported_lets_go_of_its_pages_at_its_deadline() -
         page_size=1,
         max_num_batched_tokens=8,
         with_page_ids=True,
-        tell=told.append,
+        emit=told.append,
     )
     content = Content.from_tokens(range(4), page_size=1, owner=0)
-    holding = cache.open(cache.match(content, 4))
-    cache.grow(holding, 4)
-    cache.close(holding, 4, 4)
-    offloader.confirm(content, 4, Holding(content, [], 0, None))
+    table = cache.open(cache.match(content, 4))
+    cache.grow(table, 4)
+    cache.close(table, 4, 4)
+    offloader.confirm(content, 4, BlockTable(content, [], 0, None))
     offloader.plan_stores(NS_PER_S)
     offloader.take_planned()
     offloader.expire(3 * NS_PER_S - 1)

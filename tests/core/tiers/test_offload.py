@@ -12,7 +12,7 @@ from kvarts.base.errors import ConfigError
 from kvarts.core.config import EngineConfig
 from kvarts.core.content import Content
 from kvarts.core.events import Admitted, ChunkComputed, Event, LoadStarted, PagesRemoved, PagesStored, StoreStarted
-from kvarts.core.kv.cache import Holding
+from kvarts.core.kv.cache import BlockTable
 from kvarts.core.kv.eviction import LruOrder
 from kvarts.core.kv.page_cache import PageCache
 from kvarts.core.kv.pool import CountPool, IdPool
@@ -114,21 +114,21 @@ def lazy_offloader(
 @pytest.mark.parametrize("num_copies", [1, 2])
 def test_what_a_store_reads_stays_in_use_when_its_request_ends(*, is_watched: bool, num_copies: int) -> None:
     events: list[Event] = []
-    tell = events.append if is_watched else None
-    cache = PageCache(CountPool(12), PrefixTree(LruOrder(), tell))
+    emit = events.append if is_watched else None
+    cache = PageCache(CountPool(12), PrefixTree(LruOrder(), emit))
     config = OffloadConfig(host_pages=64, policy="eager", kv_bytes_per_token=1000, d2h=SLOW)
-    offloader = open_offloader(config, cache, page_size=1, max_num_batched_tokens=8, tell=tell)
+    offloader = open_offloader(config, cache, page_size=1, max_num_batched_tokens=8, emit=emit)
     prompts = [content_of(range(4), owner) for owner in range(num_copies)]
-    holdings = [cache.open(cache.match(prompt, 4)) for prompt in prompts]
-    for holding, prompt in zip(holdings, prompts, strict=True):
-        cache.grow(holding, 4)
-        cache.publish_pages(holding, 4)
-        if not holding.content.owner:
-            offloader.confirm(prompt, 4, holding)
+    tables = [cache.open(cache.match(prompt, 4)) for prompt in prompts]
+    for table, prompt in zip(tables, prompts, strict=True):
+        cache.grow(table, 4)
+        cache.publish_pages(table, 4)
+        if not table.content.owner:
+            offloader.confirm(prompt, 4, table)
             offloader.plan_stores(0)
-    cache.grow(holdings[0], 6)
-    for holding in reversed(holdings):
-        cache.close(holding, 4, holding.num_pages)
+    cache.grow(tables[0], 6)
+    for table in reversed(tables):
+        cache.close(table, 4, table.num_pages)
         offloader.check()
     # The store takes one page a second, with its copies, and the others are free.
     assert (cache.num_used, cache.num_cached) == (num_copies, num_copies * 3)
@@ -142,9 +142,9 @@ def test_what_a_store_reads_stays_in_use_when_its_request_ends(*, is_watched: bo
 def leave(cache: PageCache, tokens: Sequence[int], owner: int) -> Content:
     """A prompt that was computed, and whose request is gone."""
     content = content_of(tokens, owner)
-    holding = cache.open(cache.match(content, len(tokens)))
-    cache.grow(holding, len(tokens))
-    cache.close(holding, len(tokens), len(tokens))
+    table = cache.open(cache.match(content, len(tokens)))
+    cache.grow(table, len(tokens))
+    cache.close(table, len(tokens), len(tokens))
     return content
 
 
@@ -172,8 +172,8 @@ def test_pages_with_a_copy_below_go_before_pages_without() -> None:
     offloader.plan_stores(0)
     offloader.advance_to(1 << 60)
     # The old prompt is hit: it is the youngest now, and still has its copy.
-    holding = cache.open(cache.match(old, 4))
-    cache.close(holding, 4, 4)
+    table = cache.open(cache.match(old, 4))
+    cache.close(table, 4, 4)
     cache.take(4)
     assert cache.match(old, 4).num_pages == 0
     assert cache.match(young, 4).num_pages == 4
@@ -182,9 +182,9 @@ def test_pages_with_a_copy_below_go_before_pages_without() -> None:
 def test_the_lazy_scan_does_not_stall_behind_what_it_cannot_store() -> None:
     offloader, cache = lazy_offloader(num_pages=8, target_free=8)
     private = Content.from_tokens([1], page_size=1, owner=0)
-    holding = cache.open(cache.match(private, 0))
-    cache.grow(holding, 4)
-    cache.close(holding, 4, 4)  # one page of a known token, three of unknown ones
+    table = cache.open(cache.match(private, 0))
+    cache.grow(table, 4)
+    cache.close(table, 4, 4)  # one page of a known token, three of unknown ones
     other = leave(cache, range(100, 104), 1)
     offloader.plan_stores(0)
     offloader.advance_to(1 << 60)
@@ -308,20 +308,20 @@ def test_a_load_writes_to_the_middle_part_only() -> None:
         OffloadConfig(host_pages=16), cache, page_size=1, max_num_batched_tokens=8, with_page_ids=True
     )
     content = leave(cache, range(8), 0)
-    offloader.confirm(content, 8, Holding(content, [], 0, None))
+    offloader.confirm(content, 8, BlockTable(content, [], 0, None))
     offloader.plan_stores(0)
     offloader.report([TransferReport(0)], 0)
     offloader.take_planned()
     cache.pool.give(5, cache.tree.evict(5))  # the device keeps the first three
-    holding = cache.open(cache.match(content, 8))
-    cache.grow(holding, 10)
-    assert holding.page_ids is not None
+    table = cache.open(cache.match(content, 8))
+    cache.grow(table, 10)
+    assert table.page_ids is not None
     offer = offloader.lookup(7, content, 3, 8)
     assert offer is not None
     assert offer.num_pages == 5
-    offloader.start_load(7, content, 3, 4, holding)  # fewer than were offered
+    offloader.start_load(7, content, 3, 4, table)  # fewer than were offered
     (transfer,) = offloader.take_planned()
-    assert transfer.moves[0].target_ids == tuple(holding.page_ids[3:7])
+    assert transfer.moves[0].target_ids == tuple(table.page_ids[3:7])
     assert len(transfer.moves[0].source_ids) == 4
 
 
@@ -334,7 +334,7 @@ def test_a_transfer_is_complete_when_all_workers_have_reported() -> None:
         OffloadConfig(host_pages=8, workers=2), cache, page_size=1, max_num_batched_tokens=8, with_page_ids=True
     )
     content = leave(cache, range(4), 0)
-    offloader.confirm(content, 4, Holding(content, [], 0, None))
+    offloader.confirm(content, 4, BlockTable(content, [], 0, None))
     offloader.plan_stores(0)
     (transfer,) = offloader.take_planned()
     assert transfer.num_pages == 4
@@ -387,7 +387,7 @@ def test_a_store_gives_its_idle_pages_back_and_its_channel_is_free() -> None:
     content = leave(cache, range(8), 0)
     offloader.plan_stores(0)
     assert (cache.num_free, cache.lender.num_lent()) == (0, 8)
-    cache.lender.give_back(1)
+    cache.lender.return_lent(1)
     assert (cache.num_free, cache.lender.num_lent()) == (8, 0)
     assert (offloader.counts.num_given_up, offloader.counts.num_failed) == (1, 1)
     assert offloader.channels[0].wait_ns(0) == 0
@@ -404,15 +404,15 @@ def test_a_store_that_was_given_up_may_be_reported_later() -> None:
     config = OffloadConfig(host_pages=64, kv_bytes_per_token=1000, workers=2)
     offloader = open_offloader(config, cache, page_size=1, max_num_batched_tokens=8, with_page_ids=True)
     content = content_of(range(4))
-    holding = cache.open(cache.match(content, 4))
-    cache.grow(holding, 4)
-    cache.publish(holding, 4)
-    offloader.confirm(content, 4, holding)
+    table = cache.open(cache.match(content, 4))
+    cache.grow(table, 4)
+    cache.publish(table, 4)
+    offloader.confirm(content, 4, table)
     offloader.plan_stores(0)
     assert cache.lender.num_lent() == 0, "a request holds them as well"
-    cache.close(holding, 4, 4)
+    cache.close(table, 4, 4)
     assert cache.lender.num_lent() == 4
-    cache.lender.give_back(4)
+    cache.lender.return_lent(4)
     offloader.report([TransferReport(0, 0), TransferReport(0, 1)], 5)
     assert offloader.counts.num_stray_reports == 0
     assert offloader.layout.tiers[0].find(content, 0, 4) == 0

@@ -46,9 +46,9 @@ class Device:
         """Compute a prompt, and let the tiers store it."""
         content = Content.from_tokens(tokens, page_size=1, owner=tokens[0])
         parts = self.cache.parts
-        holding = parts.begin(content, parts.match(content, 0))
-        parts.extend(holding, NUM_PAGES)
-        parts.close(holding, NUM_PAGES, NUM_PAGES)
+        table = parts.begin(content, parts.match(content, 0))
+        parts.extend(table, NUM_PAGES)
+        parts.close(table, NUM_PAGES, NUM_PAGES)
         self.cache.count()
         self.settle()
         return content
@@ -83,9 +83,9 @@ def test_what_a_step_loads_is_copied_to_a_faster_tier_when_that_has_ended() -> N
     assert offer is not None and offer.by_tier == (0, NUM_PAGES)
     incoming = device.cache.incoming
     assert isinstance(incoming, IncomingParts)
-    holding = incoming.open_offered(content, device.offloader.layout.offered(1), 0)
+    table = incoming.open_offered(content, device.offloader.layout.offered(1), 0)
     load = device.offloader.num_transfers
-    device.offloader.start_load(1, content, 0, NUM_PAGES, holding)
+    device.offloader.start_load(1, content, 0, NUM_PAGES, table)
     device.offloader.use_early(load)
     assert not device.plan_stores()
     device.begin_step()

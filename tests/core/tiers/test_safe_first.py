@@ -11,7 +11,7 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from kvarts.core.content import Content
 from kvarts.core.kv.cache import Match
-from kvarts.core.kv.eviction import EvictionOrder, HeldPages, LruOrder
+from kvarts.core.kv.eviction import EvictionOrder, LruOrder, PinnedPages
 from kvarts.core.kv.page_cache import PageCache
 from kvarts.core.kv.pool import CountPool
 from kvarts.core.kv.tree import PrefixTree
@@ -21,8 +21,8 @@ from kvarts.core.tiers.safe_first import Below, SafeFirst
 
 from builders.cache_machine import CacheMachine
 from builders.eviction_contract import EvictionOrderContract, drive
-from builders.holding import hold_found
 from builders.orders import FewestHits
+from builders.table import hold_found
 from oracles.page_by_page import Name, PageByPage, SafeFirstPages
 
 pytestmark = pytest.mark.laws
@@ -41,7 +41,7 @@ class SafeFirstMachine(CacheMachine):
         assert isinstance(self.model, SafeFirstPages)
         return self.model.stored
 
-    def hold_match(self, match: Match, start: int, data: st.DataObject) -> HeldPages:
+    def hold_match(self, match: Match, start: int, data: st.DataObject) -> PinnedPages:
         by_pointer = data.draw(st.booleans())
         if match.nodes and by_pointer:
             last = match.nodes[-1]
@@ -139,9 +139,9 @@ def test_a_run_that_is_split_while_it_waits_to_move_moves_with_all_its_parts() -
     tree = PrefixTree(order, watcher=order)
     cache = PageCache(CountPool(16), tree)
     content = Content.from_tokens([1, 2, 3], page_size=1, owner=0)
-    holding = cache.open(cache.match(content, 3))
-    cache.grow(holding, 3)
-    cache.close(holding, 3, 3)
+    table = cache.open(cache.match(content, 3))
+    cache.grow(table, 3)
+    cache.close(table, 3, 3)
     order.mark(tree.isolate(tree.cut(cache.match(content, 3)), 0, 3), Below.STORED)
     order.regroup()
     held = hold_found(cache, cache.match(content, 3))
@@ -160,9 +160,9 @@ def test_marks_are_those_of_the_copy_that_is_found_where_the_copy_that_a_run_fol
     offloader = open_offloader(config, cache, page_size=1, max_num_batched_tokens=8, order=order)
     content = [Content.from_tokens(range(6), page_size=1, owner=owner) for owner in range(3)]
     first, second = [cache.open(cache.match(each, 4)) for each in content[:2]]
-    for holding in (first, second):
-        cache.grow(holding, 4)
-        cache.publish_pages(holding, 4)
+    for table in (first, second):
+        cache.grow(table, 4)
+        cache.publish_pages(table, 4)
     cache.grow(second, 6)
     cache.close(second, 6, 6)
     third = cache.open(cache.match(content[2], 6))

@@ -14,7 +14,7 @@ from kvarts.core.events import Event, PagesRemoved, PagesStored
 from kvarts.core.kv.groups import GroupMemory, PartGroup, Retention
 from kvarts.core.kv.layers import KvLayer
 from kvarts.core.kv.run_cache import RunCache
-from kvarts.core.kv.runs import holding_of_transfer
+from kvarts.core.kv.runs import table_of_transfer
 from kvarts.core.tiers.links import StoreLinks
 from kvarts.core.tiers.part_tier import PartTier
 from kvarts.core.tiers.shared_parts import SharedParts
@@ -180,7 +180,7 @@ def test_runs_of_one_span_that_two_engines_have_stored_stay_apart() -> None:
     content = Content.from_tokens(range(6), page_size=1, owner=0)
     with shared.tree.spans_of(content, 6) as ((span, _, _),):
         for engine, start in enumerate((0, 3)):
-            pin = holding_of_transfer(1)
+            pin = table_of_transfer(1)
             views[engine].place(span, 0, start, start + 3, pin)
             views[engine].settle(pin, is_stored=True)
     views[0].touch(span, 6)

@@ -482,7 +482,7 @@ def test_a_plan_of_users_names_the_first_tier_of_a_list(
 
 
 def test_a_sweep_changes_a_tier_by_its_name() -> None:
-    from kvarts.plan.sweep import with_changes
+    from kvarts.plan.grid import with_changes
 
     values = {"tier": [{"name": "dram", "pages": 4}, {"name": "cxl", "pages": 8}]}
     assert with_changes(values, {"tier.cxl.pages": 9, "offload.policy": "lazy"}) == {

@@ -56,7 +56,7 @@ def test_many_clients_that_vanish_mid_stream_leave_no_page_and_no_task(
         async with aio.insecure_channel(address) as channel:
             stub = SessionsStub(channel)
             made = [(await stub.CreateSession(added.CreateSessionRequest())).session_id for _ in range(num_clients)]
-            reserved = host.core.scheduler.own_pages.reserve.num_pages
+            reserved = host.core.scheduler.session_pages.reserve.num_pages
             for first in range(0, num_clients, 100):
                 some = made[first : first + 100]
                 requests = [added.AppendTokensRequest(session_id=name, token_ids=[1, 2, 3]) for name in some]
@@ -68,7 +68,7 @@ def test_many_clients_that_vanish_mid_stream_leave_no_page_and_no_task(
             infos = [await stub.Info(added.InfoRequest(session_id=name)) for name in made]
             assert {info.state for info in infos} == {"idle"}
             assert host.core.scheduler.cache.num_used == reserved
-            assert host.core.scheduler.own_pages.reserve.num_taken == sum(
+            assert host.core.scheduler.session_pages.reserve.num_taken == sum(
                 info.kv_allocated_bytes for info in infos
             ) // (host.token_bytes * config.page_size)
             await asyncio.gather(*(stub.CloseSession(contract.CloseSessionRequest(session_id=name)) for name in made))

@@ -129,7 +129,7 @@ def test_without_the_option_there_are_neither_series_nor_events_of_pages() -> No
     with RunningServer(pages=40) as server:
         serve(server, 3)
         assert b"kv_block" not in ServerMetrics(server.opened.models).exposition()[0]
-        assert server.opened.served.host.core.log.tell_details is None
+        assert server.opened.served.host.core.log.emit_details is None
 
 
 def test_groups_of_layers_have_blocks_of_their_own() -> None:

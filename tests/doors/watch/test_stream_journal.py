@@ -123,11 +123,11 @@ class Telling:
 @given(tiered(max_requests=12))
 def test_what_engines_tell_is_ok_and_its_journal_holds_what_the_caches_hold(of: Tiered) -> None:
     """kvarts' own events break no rule, whatever the traffic and the tiers."""
-    telling = [Telling() for _ in range(of.case.replicas)]
+    emitting = [Telling() for _ in range(of.case.replicas)]
     consumed = run_consumed(
-        of.case, offload=of.offload, more=lambda index: [KvEventReader(telling[index], clears=index == 0)]
+        of.case, offload=of.offload, more=lambda index: [KvEventReader(emitting[index], clears=index == 0)]
     )
-    for each, told in zip(consumed, telling, strict=True):
+    for each, told in zip(consumed, emitting, strict=True):
         verdict = told.watched.verdict(Followed(), [])
         assert not verdict.violations, verdict.to_text()
         told.journal.close()

@@ -15,8 +15,8 @@ from kvarts.base.errors import ConfigError, InputError, KvartsError
 from kvarts.cli.commands import cli
 from kvarts.cost.roofline import RooflineCost
 from kvarts.cost.roofline_settings import COEFFICIENTS, load_constants, shipped_constants
-from kvarts.plan.calibrate.course import Course, Point, course_of, load_points, with_constants
-from kvarts.plan.calibrate.shared import Errors, fit_points, halves_of, record, test_halves
+from kvarts.plan.calibrate.joint_fit import Errors, fit_points, halves_of, record, test_halves
+from kvarts.plan.calibrate.schedule import Course, Point, course_of, load_points, with_constants
 from kvarts.sim.replaying import replay
 
 test_halves.__test__ = False  # type: ignore[attr-defined]

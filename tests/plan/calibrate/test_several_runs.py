@@ -20,7 +20,7 @@ from kvarts.cost.roofline_settings import FAR, NEAR, OWN, MeasuredOn, Uncertaint
 from kvarts.plan.calibrate import CalibrationRun, Measured, calibrate_runs, compare, fitting, load_measured, load_series
 from kvarts.plan.calibrate.coefficients import cost_toml, names_of
 from kvarts.plan.calibrate.comparison import load_replayed, replayed_of
-from kvarts.plan.calibrate.design import CANDIDATES, design
+from kvarts.plan.calibrate.experiment import CANDIDATES, design
 from kvarts.plan.calibrate.run import FittedRun
 from kvarts.sim.config import ReplayConfig, make_config
 from kvarts.sim.replaying import replay

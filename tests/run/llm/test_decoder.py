@@ -143,7 +143,7 @@ def test_a_note_is_given_only_if_something_is_compiled(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numba = pytest.importorskip("numba")
-    from kvarts.run.torch.numba_backend import telling
+    from kvarts.run.torch.numba_backend import emitting
 
     code = tmp_path / "double.py"
     code.write_text("def double(number):\n    return number * 2\n")
@@ -152,6 +152,6 @@ def test_a_note_is_given_only_if_something_is_compiled(
 
     caplog.set_level("INFO", logger="kvarts.attention")
     for number in range(2):  # the second finds the code on disk
-        with telling(f"compiling, number {number}"):
+        with emitting(f"compiling, number {number}"):
             assert numba.njit("int64(int64)", cache=True)(double)(21) == 42
     assert caplog.messages == ["compiling, number 0"]

@@ -197,10 +197,10 @@ def test_a_page_that_is_not_what_it_should_be_changes_what_is_said(models: Calla
     index = engine.submit(prompt, GREEDY)
     for _ in range(3):
         engine.step()
-    holding = engine.request(index).holding
-    assert holding is not None and holding.page_ids is not None
-    engine._executor.pools.keys[1][holding.page_ids[4]] = 0
-    engine._executor.pools.values[1][holding.page_ids[4]] = 0
+    table = engine.request(index).table
+    assert table is not None and table.page_ids is not None
+    engine._executor.pools.keys[1][table.page_ids[4]] = 0
+    engine._executor.pools.values[1][table.page_ids[4]] = 0
     completions = []
     while engine.has_work:
         completions += engine.step()

@@ -73,7 +73,7 @@ def open_on(
     execute: Callable[..., Any] = executor.execute
 
     def overwritten(plan: Any) -> Any:
-        unused = [*scheduler.cache.pool.empty_ids, *scheduler.own_pages.reserve._free_ids]
+        unused = [*scheduler.cache.pool.empty_ids, *scheduler.session_pages.reserve._free_ids]
         copied = {source for source, _ in plan.page_copies}
         with torch.inference_mode():
             for tensor in executor.pools.tensors:
@@ -248,7 +248,7 @@ def test_sessions_side_by_side_say_what_each_says_alone(windowed: Models) -> Non
         assert pinned.kv_allocated_bytes == sum(
             group.part_bytes * (num_pages if group.layer.span is None else 2) for group in memory.groups
         )
-        reserve = llm._core.scheduler.own_pages.reserve
+        reserve = llm._core.scheduler.session_pages.reserve
         assert llm.kv_live_bytes() == pinned.kv_allocated_bytes + reserve.num_pages * memory.block_bytes
         for session in made:
             await sessions.close(OWNER, session)

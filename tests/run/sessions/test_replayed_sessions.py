@@ -229,7 +229,7 @@ def test_sessions_with_turns_given_up_leave_no_page_in_use(
     for engine in engines:
         scheduler = engine.scheduler
         assert not engine.has_work
-        assert scheduler.own_pages.reserve.num_pages == scheduler.own_pages.reserve.num_taken == 0
+        assert scheduler.session_pages.reserve.num_pages == scheduler.session_pages.reserve.num_taken == 0
         assert scheduler.cache.num_reserved == scheduler.cache.num_used == 0
         assert scheduler.pins is None or not scheduler.pins.num_pins
 

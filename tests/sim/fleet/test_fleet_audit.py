@@ -46,16 +46,16 @@ def test_handoffs_agree_with_the_ledger() -> None:
 @can_be_replaced
 def test_a_prompt_that_is_not_published_on_arrival_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     receive = IncomingPages.receive
-    monkeypatch.setattr(IncomingPages, "receive", lambda self, holding, num: receive(self, holding, num - 4))
+    monkeypatch.setattr(IncomingPages, "receive", lambda self, table, num: receive(self, table, num - 4))
     with pytest.raises(AssertionError, match="was stored and no event says so"):
         run()
 
 
 @can_be_replaced
 def test_shared_pages_of_a_reservation_that_are_not_told_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Handoffs._tell_begun
+    told = Handoffs._emit_begun
     monkeypatch.setattr(
-        Handoffs, "_tell_begun", lambda self, tell, request, num_hit, now_ns: told(self, tell, request, 0, now_ns)
+        Handoffs, "_emit_begun", lambda self, emit, request, num_hit, now_ns: told(self, emit, request, 0, now_ns)
     )
     with pytest.raises(AssertionError, match="are resident"):
         run()

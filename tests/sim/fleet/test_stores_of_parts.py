@@ -89,8 +89,8 @@ def test_a_worker_tells_of_its_own_requests_though_another_had_the_same_prompt()
     cost = LinearCost(step_ms=0.0, chunk_token_ms=1.0, decode_ms=1.0)
     each = case.config(cost=cost, audit=True, kv_groups="tails", groups=FULL_AND_WINDOW)
     store = structs.replace(A_BLOCK_IN_A_MS, pages=5)
-    num_told = assert_of_own_requests(case, FleetConfig(pools=(PoolConfig(role="mixed", each=each),), store=store))
-    assert num_told > 4
+    num_emitted = assert_of_own_requests(case, FleetConfig(pools=(PoolConfig(role="mixed", each=each),), store=store))
+    assert num_emitted > 4
 
 
 @given(returning(max_requests=12), part_groups(by_page=True), st.sampled_from(["all", "tails"]), st.integers(1, 3))

@@ -95,7 +95,7 @@ class Driven:
         if not cache.is_lawful():
             cache.pages = before
             return
-        self.router._tell(worker, event, self.now_ns)
+        self.router._emit(worker, event, self.now_ns)
         self.router.catch_up(self.now_ns, ())
 
 
@@ -227,7 +227,7 @@ def test_what_a_request_found_on_arrival_counts_when_it_leaves_the_queue() -> No
     first, second = driven.request(tokens), Request(1, content, 48, 1)
     assert driven.router.place(first, None, 0) == 0
     assert driven.router.place(second, None, 1) is None
-    driven.router._tell(0, PagesStored(content, 0, 3, None), 2)
+    driven.router._emit(0, PagesStored(content, 0, 3, None), 2)
     driven.router.catch_up(2, ())
     driven.router.prefilled(0)
     assert driven.router.take_placed(2) == [(second, 0)]

@@ -55,8 +55,8 @@ def test_models_with_tiers_share_one_memory(policy: str, seed: int) -> None:
         tokens = [dice.randrange(2) for _ in range(dice.randrange(1, 6))]
         if len(tokens) <= part.cache.num_free:
             content = leave(whole_pages(part.cache), tokens, turn)
-            holding = part.cache.open(part.cache.match(content, 0))
-            offloader.confirm(content, part.cache.match(content, len(tokens)).num_pages, holding)
+            table = part.cache.open(part.cache.match(content, 0))
+            offloader.confirm(content, part.cache.match(content, len(tokens)).num_pages, table)
         offloader.advance_to(now_ns)
         offloader.plan_stores(now_ns)
         for each, tiers in zip(parts, offloaders, strict=True):

@@ -27,7 +27,7 @@ class NobodyElse:
     def kept_for_others(self, model: str) -> int:
         return 0
 
-    def make_way(self, *_: Any, **__: Any) -> bool:
+    def preempt_for(self, *_: Any, **__: Any) -> bool:
         return False
 
 
@@ -118,7 +118,7 @@ class DeviceMachine(TieredMachine):
         holder.num_known = len(holder.sequence.tokens)
         self.tokens_of[holder.content.owner] = holder.sequence.tokens
         self.model.settle(holder.sequence)
-        self.parts.settle(holder.holding, holder.sequence.num_tokens)
+        self.parts.free_skipped(holder.table, holder.sequence.num_tokens)
         self.cache.count()
 
     def decode_steps(self, most_steps: int) -> None:
@@ -133,11 +133,11 @@ class DeviceMachine(TieredMachine):
                     self.num_owners += 1
                     sequence.tokens.append(self.model.first_private + self.num_owners)  # nobody else has it
                 self.model.grow(sequence, 1, False)
-                self.grow(holder.holding, sequence.num_tokens, False)
+                self.grow(holder.table, sequence.num_tokens, False)
                 self.model.note(sequence, is_end=False, num_known=holder.num_known)
             for holder in decoding:
                 self.model.settle(holder.sequence)
-                self.parts.settle(holder.holding, holder.sequence.num_tokens)
+                self.parts.free_skipped(holder.table, holder.sequence.num_tokens)
             self.cache.count()
 
     # Laws -------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class Model:
 
 
 class Device:
-    def may_make_way(self, model: str, now_ns: int) -> bool:
+    def may_preempt_for(self, model: str, now_ns: int) -> bool:
         return False
 
 

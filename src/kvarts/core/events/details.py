@@ -243,7 +243,7 @@ class Arrived(msgspec.Struct, frozen=True, gc=False):
     priority: int
     request_id: str | None
     num_ahead: int
-    has_own_pages: bool = False
+    has_session_pages: bool = False
     """It brings its own pages and takes no others."""
     stops: bool = False
     """Its last token ends it."""

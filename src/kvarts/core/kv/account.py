@@ -12,13 +12,13 @@ from itertools import pairwise
 from typing import Final, Protocol
 
 from kvarts.core.content import Content
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.events import CopiesRemoved, CopiesStored, PagesRemoved, PagesStored, PartsGivenBack
 from kvarts.core.hints import Hints
 from kvarts.core.kv.eviction import EvictionOrder, noter_of, ranges_read_by
 from kvarts.core.kv.groups import GroupMemory
 from kvarts.core.kv.pool import NO_IDS, IdPool, PageId, PageIds, SharedMemory
-from kvarts.core.kv.runs import EvictionSlot, LruEntry, PartCounts, PartRun, RunHolding, Span, Stream, Turns
+from kvarts.core.kv.runs import EvictionSlot, LruEntry, PartCounts, PartRun, RunTable, Span, Stream, Turns
 
 __all__ = ["MOST_UNCHECKED", "RunAccount", "RunEvents", "Unchecked", "Wants"]
 
@@ -55,7 +55,7 @@ class Wants(Protocol):
         prompt needs, and snapshots.
         """
 
-    def computes(self, owner: RunHolding | PartRun, start: int) -> None:
+    def computes(self, owner: RunTable | PartRun, start: int) -> None:
         """Record that the current step computes the pages of `owner` from `start` on: a sequence, or a snapshot."""
 
     @property
@@ -305,7 +305,7 @@ class RunAccount(PartCounts):
             self.note_gone(oldest.evict(self, num_bytes - self.empty_bytes))
             oldest = newer
         if self.events is not None:
-            self.events.told()
+            self.events.flush()
 
     def _evict_counted(self, num_bytes: int) -> None:
         """Do the same without ids, events and an order, in one loop: this runs for every chunk in a full memory."""
@@ -377,10 +377,10 @@ class RunAccount(PartCounts):
 
     # Holders ----------------------------------------------------------------------------------------------
 
-    def hold(self, run: PartRun, holding: RunHolding) -> None:
-        """Make `holding` a holder of a run, which follows the runs that it already holds in the group."""
+    def hold(self, run: PartRun, table: RunTable) -> None:
+        """Make `table` a holder of a run, which follows the runs that it already holds in the group."""
         if run.holders:
-            if run.slot is not None and not holding.is_transfer:
+            if run.slot is not None and not table.is_transfer:
                 run.leave_slot()
             if self.is_bounded[run.group]:
                 self.disturb(run)
@@ -390,16 +390,16 @@ class RunAccount(PartCounts):
             else:
                 run.stream.take_out(run)
             self.note_used(run.group, run.end - run.start)
-        run.holders.append(holding)
-        holding.held[run.group].append(run)
+        run.holders.append(table)
+        table.held[run.group].append(run)
 
-    def hold_in_place(self, run: PartRun, holding: RunHolding) -> None:
+    def hold_in_place(self, run: PartRun, table: RunTable) -> None:
         """Make a transfer a holder of `run`, which keeps its place in the list, unless a window has passed it."""
         slot: EvictionSlot | None = None
         if not (run.holders or run.is_passed or run.listed_by is not None):
             slot = EvictionSlot()
             slot.list_after(run)
-        self.hold(run, holding)
+        self.hold(run, table)
         if slot is not None:
             run.slot = slot
 
@@ -408,7 +408,7 @@ class RunAccount(PartCounts):
         if self.note_request is not None:
             self.note_request(None, self.now_ns)
 
-    def hold_path(self, path: Sequence[PartRun], holding: RunHolding) -> None:
+    def hold_path(self, path: Sequence[PartRun], table: RunTable) -> None:
         """Hold the runs of `path` in one group, in order of page: a hit, with which a sequence begins."""
         order = self.eviction_order
         if order is not None and path:
@@ -418,8 +418,8 @@ class RunAccount(PartCounts):
                 run.leave_order()
         if not path:
             return
-        index, is_transfer = path[0].group, holding.is_transfer
-        is_bounded, held = self.is_bounded[index], holding.held[index]
+        index, is_transfer = path[0].group, table.is_transfer
+        is_bounded, held = self.is_bounded[index], table.held[index]
         for run in path:  # `hold`, inlined: this runs for every request
             holders = run.holders
             if holders:
@@ -433,19 +433,19 @@ class RunAccount(PartCounts):
                 else:
                     run.stream.take_out(run)
                 self.note_used(index, run.end - run.start)
-            holders.append(holding)
+            holders.append(table)
             held.append(run)
 
-    def settle_group(self, holding: RunHolding, index: int, num_tokens: int) -> None:
+    def free_skipped_in(self, table: RunTable, index: int, num_tokens: int) -> None:
         """Release the parts of a group that no token from `num_tokens` on attends to."""
         raise NotImplementedError
 
-    def publish_to(self, holding: RunHolding, end: int) -> None:
+    def publish_to(self, table: RunTable, end: int) -> None:
         """Make parts of full pages up to `end` findable, both held and released ones."""
         raise NotImplementedError
 
-    def name_told(self, holding: RunHolding) -> None:
-        """Make pages of `holding` findable whose events were emitted before."""
+    def name_emitted(self, table: RunTable) -> None:
+        """Make pages of `table` findable whose events were emitted before."""
         raise NotImplementedError
 
     def disturb(self, run: PartRun) -> None:
@@ -454,8 +454,8 @@ class RunAccount(PartCounts):
     def lost_holder(self, run: PartRun) -> None:
         """Process that a run that is still held has lost one of its holders."""
 
-    def release(self, index: int, runs: Iterable[PartRun], holding: RunHolding, *, is_passed: bool = False) -> None:
-        """End the hold on `runs` of a group, one after the other; they are already removed from `holding.held`.
+    def release(self, index: int, runs: Iterable[PartRun], table: RunTable, *, is_passed: bool = False) -> None:
+        """End the hold on `runs` of a group, one after the other; they are already removed from `table.held`.
 
         `is_passed`: the sequence continues without them.
         """
@@ -465,8 +465,8 @@ class RunAccount(PartCounts):
         listed: list[PartRun] = []
         for run in runs:
             holders = run.holders
-            holders.remove(holding)
-            if not holding.is_transfer:
+            holders.remove(table)
+            if not table.is_transfer:
                 run.is_passed = is_passed
             if holders:
                 if run.is_kept and not is_passed:
@@ -493,9 +493,9 @@ class RunAccount(PartCounts):
                     run.ids = NO_IDS
                 run.forget()
         if events is not None:
-            events.told()
+            events.flush()
         if order is not None and listed:
-            self._list_in(order, listed, holding.content.hints)
+            self._list_in(order, listed, table.content.hints)
         if num_cached:
             self.note_cached(index, num_cached)
         if num_empty:
@@ -533,24 +533,24 @@ class RunAccount(PartCounts):
             if listed:
                 self._list_in(order, listed, hints)
 
-    def release_all(self, holding: RunHolding, order: Sequence[int]) -> None:
-        """End all holds of `holding`, by group in `order`, the latest first."""
+    def release_all(self, table: RunTable, order: Sequence[int]) -> None:
+        """End all holds of `table`, by group in `order`, the latest first."""
         for index in order:
-            held = holding.held[index]
+            held = table.held[index]
             if held:
-                holding.held[index] = []
+                table.held[index] = []
                 held.reverse()
-                self.release(index, held, holding)
+                self.release(index, held, table)
 
 
 class RunEvents:
-    """Emits the events of a RunCache. Consecutive runs are one event, emitted by `told`.
+    """Emits the events of a RunCache. Consecutive runs are one event, emitted by `flush`.
 
     `medium`: the tier; `offset`: the index of that tier's first group among the lists of a span.
     """
 
-    def __init__(self, tell: Tell, *, medium: str = "device", offset: int = 0) -> None:
-        self.tell: Final = tell
+    def __init__(self, emit: Emit, *, medium: str = "device", offset: int = 0) -> None:
+        self.emit: Final = emit
         self._medium = medium
         self._offset = offset
         self._came: list[list[tuple[int, int, Content | None]]] = []
@@ -615,28 +615,28 @@ class RunEvents:
 
     def given_back(self, content: Content, group: int, start: int, end: int) -> None:
         """Emit the release of pages [start, end) by a running request."""
-        self.tell(PartsGivenBack(content, start, end, group))
+        self.emit(PartsGivenBack(content, start, end, group))
 
     def filled(self, content: Content, groups: Sequence[int], page: int) -> None:
         """Emit that the parts of `page` of a decode, without copies, become findable in `groups`."""
         before = content if page else None
         for group in groups:
-            self.tell(PagesStored(content, page, page + 1, before, self._medium, group))
+            self.emit(PagesStored(content, page, page + 1, before, self._medium, group))
 
-    def told(self) -> None:
+    def flush(self) -> None:
         """Emit the events recorded since the last call, before anything else is emitted."""
         if self._span is not None:
-            self._tell_gone()
+            self._emit_gone()
         if self._by is None:
             return
         by, self._by = self._by, None
         for group, runs in enumerate(self._came):
             for start, end, before in runs:
-                self.tell(PagesStored(by, start, end, before, self._medium, group))
+                self.emit(PagesStored(by, start, end, before, self._medium, group))
             runs.clear()
         for group, start, end, before in self._copied:
             if self._medium == "device":
-                self.tell(CopiesStored(by, start, end, before, group))
+                self.emit(CopiesStored(by, start, end, before, group))
         self._copied.clear()
 
     def goes_alone(self, run: PartRun, span: Span, start: int, end: int, copy: int | None, *, is_dropped: bool) -> None:
@@ -647,19 +647,19 @@ class RunEvents:
         )
         if not follows or (group, copy, is_dropped) != (self._group, self._copy, self._is_dropped):
             if last is not None:
-                self._tell_gone()
+                self._emit_gone()
             self._content, self._end = run.content, end
             self._group, self._copy, self._is_dropped = group, copy, is_dropped
         self._span, self._start = span, start
 
-    def _tell_gone(self) -> None:
+    def _emit_gone(self) -> None:
         assert self._content is not None
         run = self._content, self._start, self._end
         self._span = None
         if self._copy is None:
-            self.tell(PagesRemoved(*run, self._medium, group=self._group, is_dropped=self._is_dropped))
+            self.emit(PagesRemoved(*run, self._medium, group=self._group, is_dropped=self._is_dropped))
         else:
-            self.tell(CopiesRemoved(*run, self._copy, self._group, self._is_dropped))
+            self.emit(CopiesRemoved(*run, self._copy, self._group, self._is_dropped))
 
 
 def _content_before(span: Span, page: int) -> Content | None:

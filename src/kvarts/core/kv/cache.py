@@ -2,12 +2,15 @@
 
 Memory is counted in *blocks*. Where every layer keeps every token a block is a page; a model with KV groups has blocks
 of the largest size that divides the parts of all groups. Sequences are counted in tokens, and the content of a sequence
-is in its holding, so no caller needs to know the layout of a page:
+is in its block table, so no caller needs to know the layout of a page:
 
-    match      the longest resident prefix that every group can resume from
-    open       hold a match                                  close      release everything
-    extend     take blocks for tokens, publish full pages    settle     release parts that no later token attends to
-    take_due   take the next page of many decodes            take       take blocks for other than requests
+    match         the longest resident prefix that every group can resume from
+    open          hold a match
+    extend        take blocks for tokens, publish full pages
+    take_due      take the next page of many decodes
+    free_skipped  release parts that no later token attends to
+    close         release everything
+    take          take blocks for other than requests
 
 A `Cache` is the sequences of one `Memory`. Its roles are separate objects, as few callers need more than one:
 
@@ -31,15 +34,15 @@ from itertools import chain
 from typing import Protocol
 
 from kvarts.core.content import Content
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.events import PagesPinned, PagesReserved, PagesUnpinned, PartsMoved, PerStep
-from kvarts.core.kv.eviction import HeldPages, Path
+from kvarts.core.kv.eviction import Path, PinnedPages
 from kvarts.core.kv.pool import PageError, PageId, Pool
 
 __all__ = [
+    "BlockTable",
     "Cache",
     "FollowedDecodes",
-    "Holding",
     "Incoming",
     "LatePages",
     "Leap",
@@ -71,7 +74,7 @@ class Match:
         self.num_shared = num_shared
 
 
-class Holding:
+class BlockTable:
     """The pages that one running request, or a pin, holds. Written by the cache.
 
     `path`: its full, findable pages. `num_pages`: all its pages, including the last, partial one. `page_ids`: their ids
@@ -122,7 +125,7 @@ class Lender(Protocol):
     def num_lent(self) -> int:
         """Return the blocks that stores hold and no request does."""
 
-    def give_back(self, count: int) -> None:
+    def return_lent(self, count: int) -> None:
         """Give stores up, the youngest first, until at least `count` of these blocks are free: at most `num_lent`."""
 
 
@@ -133,7 +136,7 @@ class NoLender:
         """Return 0."""
         return 0
 
-    def give_back(self, count: int) -> None:
+    def return_lent(self, count: int) -> None:
         """Give back nothing."""
         assert count <= 0, f"{count} blocks asked of stores, and there are none"
 
@@ -142,7 +145,8 @@ class Memory(ABC):
     """The blocks that one cache took from `pool`: of requests, of pins, in reserve, or cached.
 
     If others take from the same memory, `num_free` is correct from a `refresh` until one of them takes or releases
-    blocks. An invalid call raises PageError and changes nothing: more blocks than are free, fewer than a holding has.
+    blocks. An invalid call raises PageError and changes nothing: more blocks than are free, fewer than a block table
+    has.
     """
 
     __slots__ = (
@@ -206,7 +210,7 @@ class Memory(ABC):
         """Return `count` blocks that were taken by `take`."""
 
     @abstractmethod
-    def shed(self, count: int) -> None:
+    def evict(self, count: int) -> None:
         """Evict cached blocks until `count` more are empty."""
 
     @abstractmethod
@@ -218,15 +222,15 @@ class Memory(ABC):
         self.num_free = num_free
 
     @abstractmethod
-    def reserved(self, num_pages: int, page_ids: list[PageId] | None) -> Holding:
-        """Return a holding of blocks that were taken by `take`."""
+    def reserved(self, num_pages: int, page_ids: list[PageId] | None) -> BlockTable:
+        """Return a block table of blocks that were taken by `take`."""
 
     @abstractmethod
-    def keep(self, holding: Holding) -> int:
-        """Record that `holding` stays when no request runs; return how many of its blocks no other `keep` covers."""
+    def keep(self, table: BlockTable) -> int:
+        """Record that `table` stays when no request runs; return how many of its blocks no other `keep` covers."""
 
     @abstractmethod
-    def unkeep(self, holding: Holding) -> int:
+    def unkeep(self, table: BlockTable) -> int:
         """Undo a `keep`; return how many blocks are not kept any more."""
 
     @abstractmethod
@@ -242,19 +246,20 @@ class Memory(ABC):
         """Return whether enough has changed since the last `check` to make another worth its time."""
 
     @abstractmethod
-    def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[HeldPages] = ()) -> None:
-        """Assert laws L1, L2 and L3, given all holdings with their numbers of pages, and the pages of transfers."""
+    def check(self, tables: Iterable[tuple[BlockTable, int]], holds: Iterable[PinnedPages] = ()) -> None:
+        """Assert laws L1, L2 and L3, given all block tables with their numbers of pages, and the pages of transfers."""
 
 
 class Cache(Memory):
     """The sequences of requests in a Memory: which prefix is resident, the blocks they hold, what can be found.
 
-    A holding that is already closed raises PageError. What else a cache can be asked is in its roles: `needs`, what a
-    request takes; `incoming`, KV that is computed elsewhere; `states`; and, where they apply, `decodes` and `late`.
+    A block table that is already closed raises PageError. What else a cache can be asked is in its roles: `needs`, what
+    a request takes; `incoming`, KV that is computed elsewhere; `states`; and, where they apply, `decodes` and `late`.
     """
 
     __slots__ = (
         "decodes",
+        "frees_skipped",
         "incoming",
         "keeps_time",
         "late",
@@ -266,7 +271,6 @@ class Cache(Memory):
         "orders_releases",
         "publishes_all",
         "releases",
-        "settles",
         "states",
         "take_pages",
     )
@@ -292,11 +296,11 @@ class Cache(Memory):
         self.late: LatePages | None = None
         """What an owner of pages that it publishes late must know; None if none may be published late."""
         self.names_decodes = pool.has_ids
-        """Whether decodes take their next pages by `take_due`, each with its holding, and not by `take_pages`."""
+        """Whether decodes take their next pages by `take_due`, each with its block table, and not by `take_pages`."""
         self.num_published = 0
         """The number of times that parts of known tokens became findable since the beginning."""
-        self.settles = False
-        """Whether `settle` must be called: blocks are of parts of pages, in KV groups."""
+        self.frees_skipped = False
+        """Whether `free_skipped` must be called: blocks are of parts of pages, in KV groups."""
         self.releases = False
         """Whether running requests release parts that none of their later tokens attends to: some group keeps less."""
         self.orders_releases = False
@@ -311,7 +315,7 @@ class Cache(Memory):
 
     @abstractmethod
     def set_time(self, now_ns: int) -> None:
-        """Set the time at which holdings are opened and closed from now on."""
+        """Set the time at which block tables are opened and closed from now on."""
 
     @abstractmethod
     def reach(self, content: Content, limit: int) -> tuple[int, ...]:
@@ -321,41 +325,41 @@ class Cache(Memory):
         """
 
     @abstractmethod
-    def open(self, match: Match) -> Holding:
+    def open(self, match: Match) -> BlockTable:
         """Hold `match`; the cache must not have changed since it was made."""
 
     @abstractmethod
-    def extend(self, holding: Holding, num_tokens: int, *, is_end: bool) -> None:
+    def extend(self, table: BlockTable, num_tokens: int, *, is_end: bool) -> None:
         """Take the blocks of tokens up to `num_tokens`, which must be free, and publish the pages that they fill.
 
         `is_end`: other sequences may continue from here, as after a prompt.
         """
 
     @abstractmethod
-    def take_for(self, holding: Holding, num_tokens: int) -> None:
-        """Take the blocks of tokens up to `num_tokens`, which must be free, as far as `holding` does not have them.
+    def take_for(self, table: BlockTable, num_tokens: int) -> None:
+        """Take the blocks of tokens up to `num_tokens`, which must be free, as far as `table` does not have them.
 
         They are not computed yet: `extend` or `publish` follows, or `close`.
         """
 
     @abstractmethod
-    def take_page(self, holding: Holding, page: int) -> None:
-        """Take the blocks of `page`, the next page of `holding`; none of its tokens is computed yet."""
+    def take_page(self, table: BlockTable, page: int) -> None:
+        """Take the blocks of `page`, the next page of `table`; none of its tokens is computed yet."""
 
     @abstractmethod
-    def take_due(self, holdings: Sequence[Holding]) -> None:
-        """Take the next page of each of `holdings`, which decode. These pages must be free."""
+    def take_due(self, tables: Sequence[BlockTable]) -> None:
+        """Take the next page of each of `tables`, which decode. These pages must be free."""
 
     @abstractmethod
-    def publish(self, holding: Holding, num_tokens: int) -> None:
+    def publish(self, table: BlockTable, num_tokens: int) -> None:
         """Make the full pages of the first `num_tokens` tokens findable; these are computed or about to be."""
 
     @abstractmethod
-    def shrink(self, holding: Holding, num_pages: int) -> None:
-        """Release all but the first `num_pages` pages of `holding`; the others contain no computed token."""
+    def shrink(self, table: BlockTable, num_pages: int) -> None:
+        """Release all but the first `num_pages` pages of `table`; the others contain no computed token."""
 
     @abstractmethod
-    def settle(self, holding: Holding, num_tokens: int, num_in_flight: int = 0) -> None:
+    def free_skipped(self, table: BlockTable, num_tokens: int, num_in_flight: int = 0) -> None:
         """Release parts that no token from `num_tokens`, the next to compute, on attends to. `count` must follow.
 
         `num_in_flight`: the last tokens before it, which attend to their parts until they are computed.
@@ -363,18 +367,18 @@ class Cache(Memory):
 
     @abstractmethod
     def count(self) -> None:
-        """Update the counts after `settle` or the end of a step."""
+        """Update the counts after `free_skipped` or the end of a step."""
 
     @abstractmethod
-    def stop_decoding(self, holding: Holding, num_pages: int) -> None:
+    def stop_decoding(self, table: BlockTable, num_pages: int) -> None:
         """Let a sequence that holds `num_pages` pages compute no token in this step; `extend` continues it."""
 
     @abstractmethod
-    def close(self, holding: Holding, num_full_pages: int, num_pages: int) -> None:
+    def close(self, table: BlockTable, num_full_pages: int, num_pages: int) -> None:
         """Release everything: full pages that can be found become cached, deepest first, the rest empty.
 
         `num_pages` is the number that the request holds: for a decode that takes its pages in bulk, it is more than the
-        holding has recorded.
+        block table has recorded.
         """
 
 
@@ -413,12 +417,12 @@ class Needs(ABC):
         """
 
     @abstractmethod
-    def to_run(self, holding: Holding, start: int, end: int) -> int:
-        """Return the blocks to take for tokens [start, end) of `holding`."""
+    def to_run(self, table: BlockTable, start: int, end: int) -> int:
+        """Return the blocks to take for tokens [start, end) of `table`."""
 
     @abstractmethod
-    def to_finish(self, holding: Holding, num_tokens: int) -> int:
-        """Return the most blocks that `holding` takes, at one time, until `num_tokens` tokens are computed."""
+    def to_finish(self, table: BlockTable, num_tokens: int) -> int:
+        """Return the most blocks that `table` takes, at one time, until `num_tokens` tokens are computed."""
 
     @abstractmethod
     def to_compute(self, num_known: int, page_size: int) -> int:
@@ -448,8 +452,8 @@ class Needs(ABC):
         """Return how many blocks of `match` stores hold and no request does."""
 
     @abstractmethod
-    def freed_by(self, holdings: Iterable[tuple[Holding | None, int]]) -> Iterator[int]:
-        """Yield the number of blocks that go out of use as each of `holdings`, with its pages, is closed in turn."""
+    def freed_by(self, tables: Iterable[tuple[BlockTable | None, int]]) -> Iterator[int]:
+        """Yield the number of blocks that go out of use as each of `tables`, with its pages, is closed in turn."""
 
 
 class FollowedDecodes(ABC):
@@ -458,10 +462,10 @@ class FollowedDecodes(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def start(self, holding: Holding, admission: int, *, is_settled: bool = True) -> None:
+    def start(self, table: BlockTable, admission: int, *, is_settled: bool = True) -> None:
         """Let a sequence compute one token per step from the next on; `admission`: its place in order.
 
-        A sequence that is not settled releases nothing before `settle` is called.
+        A sequence that is not settled releases nothing before `free_skipped` is called.
         """
 
     @abstractmethod
@@ -477,10 +481,10 @@ class FollowedDecodes(ABC):
         """Let decodes release the parts that none of their later tokens attends to. `Cache.count` must follow."""
 
     @abstractmethod
-    def put_off(self, holdings: Sequence[Holding]) -> None:
-        """End the step for decodes, but postpone the releases of `holdings` until `settle` is called for each.
+    def defer_skipped(self, tables: Sequence[BlockTable]) -> None:
+        """End the step for decodes, but postpone the releases of `tables` until `free_skipped` is called for each.
 
-        `holdings`: all decodes that would release something.
+        `tables`: all decodes that would release something.
         """
 
     @abstractmethod
@@ -502,15 +506,15 @@ class Incoming(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def open_to_load(self, match: Match, num_known: int, on_device: Match) -> Holding:
+    def open_to_load(self, match: Match, num_known: int, on_device: Match) -> BlockTable:
         """Hold `match` and take the blocks for the rest of `num_known` tokens; a load fills some of them.
 
         `on_device`: the part of it that the device has.
         """
 
     @abstractmethod
-    def publish_loaded(self, holding: Holding, num_pages: int) -> None:
-        """Make the first `num_pages` pages of `holding` findable; a load has filled the last of them."""
+    def publish_loaded(self, table: BlockTable, num_pages: int) -> None:
+        """Make the first `num_pages` pages of `table` findable; a load has filled the last of them."""
 
     # Loads of a request that reserves what it needs until its known tokens are computed. `found`: what the device and a
     # load have together; for whole pages, that of the device alone. The pages of a *front* are computed meanwhile.
@@ -528,34 +532,34 @@ class Incoming(ABC):
         """Return the blocks that the request has from the beginning of its load, reserved ones included."""
 
     @abstractmethod
-    def open_reserved(self, match: Match, found: Match, num_known: int, num_front: int) -> Holding:
+    def open_reserved(self, match: Match, found: Match, num_known: int, num_front: int) -> BlockTable:
         """Hold what the device has, take what the load fills, and reserve the rest."""
 
     @abstractmethod
-    def begin_front(self, holding: Holding, num_tokens: int, num_in_flight: int) -> None:
-        """Do as `Cache.settle` for a front; what it releases is for its own next tokens. `extend_front` must follow."""
+    def begin_front(self, table: BlockTable, num_tokens: int, num_in_flight: int) -> None:
+        """Do as `Cache.free_skipped` for a front, whose next tokens use it. `extend_front` must follow."""
 
     @abstractmethod
-    def extend_front(self, holding: Holding, num_tokens: int) -> None:
+    def extend_front(self, table: BlockTable, num_tokens: int) -> None:
         """Take the blocks of tokens up to `num_tokens`, which are computed while others are loaded."""
 
     @abstractmethod
-    def arrive(self, holding: Holding, num_pages: int, end: int) -> bool:
+    def arrive(self, table: BlockTable, num_pages: int, end: int) -> bool:
         """End a load of pages up to `end`, of which `num_pages` are there; return whether its request goes on after it.
 
         Its front is computed, or given up.
         """
 
     @abstractmethod
-    def end_promise(self, holding: Holding) -> None:
-        """Make the blocks reserved for a holding free for all: its request is about to take them."""
+    def end_promise(self, table: BlockTable) -> None:
+        """Make the blocks reserved for a block table free for all: its request is about to take them."""
 
     @abstractmethod
-    def begin_run(self, holding: Holding) -> None:
+    def begin_run(self, table: BlockTable) -> None:
         """Release what only the front attended to: its request goes on after the loaded pages."""
 
     @abstractmethod
-    def drop(self, holding: Holding) -> None:
+    def drop(self, table: BlockTable) -> None:
         """Release everything that a request holds which never ran; pages that were found or loaded stay cached."""
 
     # Loads into no more than they fill, as by a KV connector of vLLM. `found`: what the device and a load have
@@ -577,7 +581,7 @@ class Incoming(ABC):
         """
 
     @abstractmethod
-    def to_go_on(self, holding: Holding, num_known: int, budget: int) -> int:
+    def to_go_on(self, table: BlockTable, num_known: int, budget: int) -> int:
         """Return the blocks that must be free to compute the known tokens of a request whose load has ended.
 
         `budget`: the most tokens that it may compute in the next step; 0 to ask only for the most blocks at one time.
@@ -597,14 +601,14 @@ class Incoming(ABC):
         """Return the blocks that must be free to `open_to_receive` a prompt of `num_tokens` tokens after `match`."""
 
     @abstractmethod
-    def open_to_receive(self, match: Match, num_tokens: int) -> Holding:
+    def open_to_receive(self, match: Match, num_tokens: int) -> BlockTable:
         """Hold `match`, and take the further parts with which the last of `num_tokens` tokens is computed again.
 
         The new parts cannot be found before `receive`.
         """
 
     @abstractmethod
-    def receive(self, holding: Holding, num_tokens: int) -> None:
+    def receive(self, table: BlockTable, num_tokens: int) -> None:
         """Record that the KV of the first `num_tokens` tokens has arrived: their full pages can be found."""
 
 
@@ -636,7 +640,7 @@ class States:
         """Return the tokens up to which groups that keep all tokens have its content, if that is more than `match`."""
         return 0
 
-    def branch(self, holding: Holding) -> int:
+    def branch(self, table: BlockTable) -> int:
         """Return the same for a sequence, as of when it began."""
         return 0
 
@@ -650,24 +654,24 @@ class LatePages(ABC):
     def call_before_reads(self, publish: Callable[[], object]) -> None:
         """Call `publish` before pages are looked for: its owner may publish full pages of decodes late.
 
-        The owner publishes them itself before anything else is published, and before a holding is closed.
+        The owner publishes them itself before anything else is published, and before a block table is closed.
         """
 
     @abstractmethod
-    def is_distinct(self, holding: Holding) -> bool:
-        """Return whether no other holding has the last findable page of `holding` or an equal one."""
+    def is_distinct(self, table: BlockTable) -> bool:
+        """Return whether no other block table has the last findable page of `table` or an equal one."""
 
     @abstractmethod
-    def repeats(self, holding: Holding) -> bool:
-        """Return whether the next page of `holding` that becomes findable will be a copy of a resident one."""
+    def repeats(self, table: BlockTable) -> bool:
+        """Return whether the next page of `table` that becomes findable will be a copy of a resident one."""
 
 
 class PageReserve:
     """Owner of pages that were taken from `cache`, and of the number of sequences that share each."""
 
-    def __init__(self, cache: Memory, tell: Tell | None = None) -> None:
+    def __init__(self, cache: Memory, emit: Emit | None = None) -> None:
         self._cache = cache
-        self._tell = tell
+        self._emit = emit
         self.num_pages = 0
         self.has_page_ids = cache.pool.has_ids
         self._num_numbered = 0
@@ -710,8 +714,8 @@ class PageReserve:
     def _say(self, num_pages: int) -> None:
         self.num_pages += num_pages
         self._cache.num_reserved += num_pages
-        if self._tell is not None:
-            self._tell(PagesReserved(self.num_pages))
+        if self._emit is not None:
+            self._emit(PagesReserved(self.num_pages))
 
     def take(self, num_pages: int = 1) -> PageId:
         """Take a page, or several as one, and return the first; it is shared and released for all of them.
@@ -765,8 +769,8 @@ class PageReserve:
             self._free_ids += self._others.pop(page_id)
         self._free_as_one.clear()
 
-    def holding(self) -> Holding | None:
-        """Return a holding of all pages; None without pages."""
+    def table(self) -> BlockTable | None:
+        """Return a block table of all pages; None without pages."""
         if not self.num_pages:
             return None
         page_ids = None
@@ -780,18 +784,18 @@ class PageReserve:
 class Pins:
     """Owner of pins: each keeps the first pages of a content in use. The oldest pin is given up first."""
 
-    def __init__(self, cache: Cache, tell: Tell | None = None) -> None:
+    def __init__(self, cache: Cache, emit: Emit | None = None) -> None:
         self._cache = cache
-        self._tell = tell
-        self._pins: dict[int, tuple[Holding, Content]] = {}
+        self._emit = emit
+        self._pins: dict[int, tuple[BlockTable, Content]] = {}
         self._num_made = 0
         self.num_pins = 0
         self.num_given_up = 0
         """Pins that were given up for requests."""
 
-    def holdings(self) -> list[Holding]:
-        """Return the holdings of all pins."""
-        return [holding for holding, _ in self._pins.values()]
+    def tables(self) -> list[BlockTable]:
+        """Return the block tables of all pins."""
+        return [table for table, _ in self._pins.values()]
 
     def add(self, content: Content, num_pages: int) -> int:
         """Pin the resident ones of the first `num_pages` pages of `content`; return the number of the pin."""
@@ -799,24 +803,24 @@ class Pins:
         match = cache.match(content, num_pages)
         pin = self._num_made
         self._num_made += 1
-        holding = cache.open(match)
-        self._pins[pin] = holding, content
+        table = cache.open(match)
+        self._pins[pin] = table, content
         self.num_pins += 1
-        cache.num_reserved += cache.keep(holding)
-        if self._tell is not None:
-            self._tell(PagesPinned(pin, content, match.num_pages))
+        cache.num_reserved += cache.keep(table)
+        if self._emit is not None:
+            self._emit(PagesPinned(pin, content, match.num_pages))
         return pin
 
     def remove(self, pin: int) -> None:
         """Stop keeping the pages of a pin in use; does nothing for a pin that was given up."""
         pinned = self._pins.pop(pin, None)
         if pinned is not None:
-            holding, _ = pinned
+            table, _ = pinned
             self.num_pins -= 1
-            self._cache.num_reserved -= self._cache.unkeep(holding)
-            self._cache.close(holding, holding.num_pages, holding.num_pages)
-            if self._tell is not None:
-                self._tell(PagesUnpinned(pin))
+            self._cache.num_reserved -= self._cache.unkeep(table)
+            self._cache.close(table, table.num_pages, table.num_pages)
+            if self._emit is not None:
+                self._emit(PagesUnpinned(pin))
 
     def give_up(self, num_pages: int) -> bool:
         """Remove pins until `num_pages` pages are free; return whether they are."""

@@ -50,7 +50,7 @@ from kvarts.core.events import StepEnded, StepStarted
 from kvarts.core.kv.account import RunAccount, RunEvents
 from kvarts.core.kv.group_needs import FirstSeen
 from kvarts.core.kv.groups import GroupMemory
-from kvarts.core.kv.runs import ENDED, NEVER, PartRun, RunHolding, Span, Stream, Turns
+from kvarts.core.kv.runs import ENDED, NEVER, PartRun, RunTable, Span, Stream, Turns
 
 __all__ = ["Decodes"]
 
@@ -82,11 +82,11 @@ class RunLeap:
 
 
 class Decodes:
-    """Owner of the decode fields of holdings, and of `step`, the next step to do.
+    """Owner of the decode fields of block tables, and of `step`, the next step to do.
 
     By slot: `num_due` decodes begin a page; `listing` contains the streams that list a part, in the order of admission;
     `given_bytes` are released by these and by streams whose parts become empty at once; `filling` contains the decodes
-    that fill a page that others may find, and `telling` those that fill any, if there are events. By group and slot:
+    that fill a page that others may find, and `emitting` those that fill any, if there are events. By group and slot:
     `num_listed` and `num_emptied` parts are released by such streams. `sparse`: by group, whether it retains some parts
     only, none of decodes.
     """
@@ -103,12 +103,12 @@ class Decodes:
         self.given_bytes = [0] * page_size
         self.num_listed = [[0] * page_size for _ in groups]
         self.num_emptied = [[0] * page_size for _ in groups]
-        self.filling: list[list[RunHolding]] = [[] for _ in range(page_size)]
+        self.filling: list[list[RunTable]] = [[] for _ in range(page_size)]
         self.num_filling = 0
-        self.telling: list[list[RunHolding]] = [[] for _ in range(page_size)]
+        self.emitting: list[list[RunTable]] = [[] for _ in range(page_size)]
         self._account = account
         self._events = account.events
-        self._num_told = 0
+        self._num_emitted = 0
         """The number of steps of the leap whose events are emitted."""
         self._first_step = 0
         self._starts_ns: Sequence[int] = ()
@@ -129,54 +129,54 @@ class Decodes:
         self._is_chunk = [group.layer.kind == "chunk" for group in groups]
         self._lengths = [group.layer.span or 1 for group in groups]
         self._sinks = [-(-group.layer.sink // page_size) for group in groups]
-        self._odd: dict[int, list[tuple[int, int, RunHolding]]] = {}
+        self._odd: dict[int, list[tuple[int, int, RunTable]]] = {}
         self._odd_steps: list[int] = []
         """The keys of `_odd`, as a heap."""
 
-    def start(self, holding: RunHolding, admission: int, *, is_settled: bool = True) -> None:
+    def start(self, table: RunTable, admission: int, *, is_settled: bool = True) -> None:
         """Let a sequence compute one token per step from now on, in the order of `admission`.
 
         Its pages are taken by `take_pages`, and parts that no later token attends to are released at the ends of steps,
         once the sequence is settled.
         """
-        page_size, base = self.page_size, holding.num_tokens - self.step
-        holding.is_decoding = True
-        holding.base = base
-        holding.admission = admission
+        page_size, base = self.page_size, table.num_tokens - self.step
+        table.is_decoding = True
+        table.base = base
+        table.admission = admission
         self.num_decoding += 1
         self.num_due[-base % page_size] += 1
-        if holding.content.num_known_pages > holding.num_named:
+        if table.content.num_known_pages > table.num_named:
             self.num_filling += 1
-            insort(self.filling[(-1 - base) % page_size], holding, key=_admission)
-            holding.fills_known = True
+            insort(self.filling[(-1 - base) % page_size], table, key=_admission)
+            table.fills_known = True
         if self._events is not None:
-            insort(self.telling[(-1 - base) % page_size], holding, key=_admission)
+            insort(self.emitting[(-1 - base) % page_size], table, key=_admission)
         if is_settled:
-            self.begin(holding)
+            self.begin(table)
 
-    def leave(self, holding: RunHolding, *, keeps_parts: bool = False) -> list[tuple[RunHolding, int]]:
-        """Remove a holding that ended or is preempted, and bring its releases before this step up to date.
+    def leave(self, table: RunTable, *, keeps_parts: bool = False) -> list[tuple[RunTable, int]]:
+        """Remove a block table that ended or is preempted, and bring its releases before this step up to date.
 
-        Return the holdings with silent streams that ended for it, and their groups: `begin_group` follows for each,
+        Return the block tables with silent streams that ended for it, and their groups: `begin_group` follows for each,
         once it has released everything. `keeps_parts`: it stays, and releases nothing at the ends of steps.
         """
-        page_size, base = self.page_size, holding.base
+        page_size, base = self.page_size, table.base
         self.num_decoding -= 1
         self.num_due[-base % page_size] -= 1
         filling = self.filling[(-1 - base) % page_size]
-        if self.num_filling and holding in filling:
+        if self.num_filling and table in filling:
             self.num_filling -= 1
-            filling.remove(holding)
-            holding.fills_known = False
+            filling.remove(table)
+            table.fills_known = False
         if self._events is not None:
-            self.telling[(-1 - base) % page_size].remove(holding)
-        self.stop_all(holding)
-        ended: list[tuple[RunHolding, int]] = []
+            self.emitting[(-1 - base) % page_size].remove(table)
+        self.stop_all(table)
+        ended: list[tuple[RunTable, int]] = []
         if self.num_silent or keeps_parts:
             for index in self.bounded:
                 if self.num_silent:
-                    self.catch_up_others(holding, index)
-                for run in tuple(holding.held[index]):
+                    self.catch_up_others(table, index)
+                for run in tuple(table.held[index]):
                     if keeps_parts:
                         self.disturb(run, stops=True)
                         continue
@@ -185,45 +185,45 @@ class Decodes:
                         if stream is not None and stream.is_silent:
                             self.stop(other, index)
                             ended.append((other, index))
-        holding.is_decoding = False
-        holding.num_tokens = base + self.step
+        table.is_decoding = False
+        table.num_tokens = base + self.step
         return ended
 
     # Streams ----------------------------------------------------------------------------------------------
 
-    def begin(self, holding: RunHolding) -> None:
-        """Start the releases of a settled holding with the next step."""
+    def begin(self, table: RunTable) -> None:
+        """Start the releases of a settled block table with the next step."""
         for index in self.bounded:
-            self.begin_group(holding, index)
+            self.begin_group(table, index)
 
-    def begin_group(self, holding: RunHolding, index: int) -> None:
+    def begin_group(self, table: RunTable, index: int) -> None:
         """Start the releases of a group with the next step, as a stream if they are regular."""
-        step, base, length = self.step, holding.base, self._lengths[index]
+        step, base, length = self.step, table.base, self._lengths[index]
         if self._is_chunk[index]:
-            self._expect(holding, index, (base + step) // length * length + length - 1 - base)
+            self._expect(table, index, (base + step) // length * length + length - 1 - base)
             return
         page_size, sink = self.page_size, self._sinks[index]
         lag = self._lags[index]
         page = (base + step - lag) // page_size if base + step > lag else 0
         if page < sink:
             page = sink
-        first_step = self._last_step(holding, index, page)
+        first_step = self._last_step(table, index, page)
         if first_step - step >= page_size:
-            self._expect(holding, index, first_step)  # the window is not full yet
+            self._expect(table, index, first_step)  # the window is not full yet
             return
-        if sink and holding.first_open[index] < sink:
-            self._expect(holding, index, first_step)
+        if sink and table.first_open[index] < sink:
+            self._expect(table, index, first_step)
             return
         keeps, is_silent, end, is_whole = self._keeps[index], False, 0, True
-        tells = self._events is not None
-        if tells and not keeps:
-            self._expect(holding, index, first_step)
+        emits = self._events is not None
+        if emits and not keeps:
+            self._expect(table, index, first_step)
             return
-        for run in holding.held[index]:
+        for run in table.held[index]:
             if run.end <= sink:
                 continue
-            is_later = False if len(run.holders) == 1 else self._is_passed_later(run, holding)
-            is_odd = is_later is None or (tells and (is_later or not run.is_kept))
+            is_later = False if len(run.holders) == 1 else self._is_passed_later(run, table)
+            is_odd = is_later is None or (emits and (is_later or not run.is_kept))
             if run.start < sink or is_odd or (end and (run.is_kept != keeps or is_later != is_silent)):
                 is_whole = False
                 break
@@ -231,10 +231,10 @@ class Decodes:
             if run.span is not None:
                 run.span.is_moving = True
         if not is_whole and end <= page + 1:
-            self._expect(holding, index, first_step)
+            self._expect(table, index, first_step)
             return
         slot = first_step % page_size
-        stream = holding.streams[index] = Stream(holding, index, page, slot, keeps=keeps, is_silent=is_silent)
+        stream = table.streams[index] = Stream(table, index, page, slot, keeps=keeps, is_silent=is_silent)
         if is_silent:
             self.num_silent += 1
         else:
@@ -246,16 +246,16 @@ class Decodes:
                 self.num_emptied[index][slot] += 1
         if is_silent or not is_whole or (keeps and not self._keeps[index]):
             # Pages from there on are released in another way: generated parts are not kept, for example.
-            self._expect(holding, index, self._last_step(holding, index, end - 1))
+            self._expect(table, index, self._last_step(table, index, end - 1))
 
-    def _is_passed_later(self, run: PartRun, holding: RunHolding) -> bool | None:
-        """Return whether another decode certainly passes the pages of `run` later than `holding`; None if one may.
+    def _is_passed_later(self, run: PartRun, table: RunTable) -> bool | None:
+        """Return whether another decode certainly passes the pages of `run` later than `table`; None if one may.
 
-        If all others pass them earlier, they do not hold these pages when `holding` passes them.
+        If all others pass them earlier, they do not hold these pages when `table` passes them.
         """
-        index, base, is_certain = run.group, holding.base, True
+        index, base, is_certain = run.group, table.base, True
         for other in run.holders:
-            if other is holding:
+            if other is table:
                 continue
             is_settled = other.streams[index] is not None or other.odd_steps[index] >= 0
             if not (other.is_decoding and is_settled) or other.base == base:
@@ -264,22 +264,22 @@ class Decodes:
                 return True
         return False if is_certain else None
 
-    def stop_all(self, holding: RunHolding) -> None:
+    def stop_all(self, table: RunTable) -> None:
         """End the releases of all groups."""
         for index in self.bounded:
-            self.stop(holding, index)
+            self.stop(table, index)
 
-    def stop(self, holding: RunHolding, index: int) -> None:
+    def stop(self, table: RunTable, index: int) -> None:
         """End the stream of a group, or cancel its expected odd release."""
-        holding.odd_steps[index] = -1
-        stream = holding.streams[index]
+        table.odd_steps[index] = -1
+        stream = table.streams[index]
         if stream is None:
             return
         self.catch_up(stream)
-        if self._events is not None and holding.given:
-            self._account.name_told(holding)
-        holding.streams[index] = None
-        stream.holding = ENDED
+        if self._events is not None and table.given:
+            self._account.name_emitted(table)
+        table.streams[index] = None
+        stream.table = ENDED
         if stream.is_silent:
             self.num_silent -= 1
             stream.last = stream.high
@@ -300,23 +300,23 @@ class Decodes:
         If a holder `stops` instead, which others may have relied on, silent ones are odd as well.
         """
         index = run.group
-        for holding in run.holders.copy():
-            stream = holding.streams[index]
+        for table in run.holders.copy():
+            stream = table.streams[index]
             if stream is not None and (stops or not stream.is_silent):
-                self.stop(holding, index)
-                self._expect(holding, index, self._last_step(holding, index, stream.last))
+                self.stop(table, index)
+                self._expect(table, index, self._last_step(table, index, stream.last))
 
-    def _last_step(self, holding: RunHolding, index: int, page: int) -> int:
+    def _last_step(self, table: RunTable, index: int, page: int) -> int:
         """Return the step with the last token that attends to `page`, in a group with windows."""
-        return (page + 1) * self.page_size + self._lengths[index] - 2 - holding.base
+        return (page + 1) * self.page_size + self._lengths[index] - 2 - table.base
 
-    def _expect(self, holding: RunHolding, index: int, step: int) -> None:
-        holding.odd_steps[index] = step
+    def _expect(self, table: RunTable, index: int, step: int) -> None:
+        table.odd_steps[index] = step
         odd = self._odd.get(step)
         if odd is None:
             odd = self._odd[step] = []
             heappush(self._odd_steps, step)
-        odd.append((holding.admission, index, holding))
+        odd.append((table.admission, index, table))
 
     def steps_to_odd(self, most_steps: int) -> int:
         """Return the number of steps, at most `most_steps`, to the end of the first that may have an odd release."""
@@ -338,16 +338,16 @@ class Decodes:
                 return offset
         return -1
 
-    def odd_now(self) -> list[tuple[int, int, RunHolding]]:
+    def odd_now(self) -> list[tuple[int, int, RunTable]]:
         """Return and remove the odd releases at the end of this step, by admission and group."""
         if not self._odd_steps or self._odd_steps[0] > self.step:
             return []
         odd = self._odd.pop(heappop(self._odd_steps))
-        found: list[tuple[int, int, RunHolding]] = []
-        for admission, index, holding in odd:
-            if holding.odd_steps[index] == self.step and holding.is_decoding and holding.admission == admission:
-                self.stop(holding, index)
-                found.append((admission, index, holding))
+        found: list[tuple[int, int, RunTable]] = []
+        for admission, index, table in odd:
+            if table.odd_steps[index] == self.step and table.is_decoding and table.admission == admission:
+                self.stop(table, index)
+                found.append((admission, index, table))
         if len(found) > 1:
             found.sort(key=_place)
         return found
@@ -359,17 +359,17 @@ class Decodes:
         """
         events, account, slot = self._events, self._account, self.step % self.page_size
         if events is None:
-            for holding in self.filling[slot] if first < 0 else ():
-                account.publish_to(holding, (holding.base + self.step + 1) // self.page_size)
+            for table in self.filling[slot] if first < 0 else ():
+                account.publish_to(table, (table.base + self.step + 1) // self.page_size)
             return
-        for holding in self.telling[slot]:
-            if first <= holding.admission < end:
-                num_full = (holding.base + self.step + 1) // self.page_size
-                if holding.fills_known:
-                    account.publish_to(holding, num_full)
+        for table in self.emitting[slot]:
+            if first <= table.admission < end:
+                num_full = (table.base + self.step + 1) // self.page_size
+                if table.fills_known:
+                    account.publish_to(table, num_full)
                 else:
-                    events.filled(holding.content, self._found, num_full - 1)
-                holding.num_told = num_full
+                    events.filled(table.content, self._found, num_full - 1)
+                table.num_emitted = num_full
 
     def _list(self, streams: Sequence[Stream]) -> None:
         """List the page that the window of each of `streams` passes at the end of this step, and emit its release."""
@@ -377,9 +377,9 @@ class Decodes:
         if events is not None:
             num_done = self.step + 2
             for stream in streams:
-                holding, index = stream.holding, stream.group
-                page = (holding.base + num_done - self._lengths[index]) // self.page_size - 1
-                events.given_back(holding.content, index, page, page + 1)
+                table, index = stream.table, stream.group
+                page = (table.base + num_done - self._lengths[index]) // self.page_size - 1
+                events.given_back(table.content, index, page, page + 1)
         self._turns().streams += streams
 
     def end_step(self) -> None:
@@ -395,14 +395,14 @@ class Decodes:
                 self._list(listing)
         else:
             place = 0
-            for admission, index, holding in odd:
+            for admission, index, table in odd:
                 start = place
                 while place < len(listing) and (listing[place].admission, listing[place].group) < (admission, index):
                     place += 1
                 if place > start:
                     self._list(listing[start:place])
-                self._account.name_told(holding)
-                self._account.settle_group(holding, index, holding.base + self.step + 1)
+                self._account.name_emitted(table)
+                self._account.free_skipped_in(table, index, table.base + self.step + 1)
             if place < len(listing):
                 self._list(listing[place:])
         if self.given_bytes[slot]:
@@ -412,14 +412,14 @@ class Decodes:
                 if count := self.num_emptied[index][slot]:
                     self._account.note_empty(index, count)
         self.step += 1
-        for _, index, holding in odd:
-            self.begin_group(holding, index)
+        for _, index, table in odd:
+            self.begin_group(table, index)
 
-    def put_off(self, holdings: Sequence[RunHolding]) -> None:
-        """End the step; `holdings`, all decodes that would release something, do so when they are settled."""
-        for holding in holdings:
-            self.stop_all(holding)
-        self.odd_now()  # drops the expected odd releases of `holdings`
+    def defer_skipped(self, tables: Sequence[RunTable]) -> None:
+        """End the step; `tables`, all decodes that would release something, do so when they are settled."""
+        for table in tables:
+            self.stop_all(table)
+        self.odd_now()  # drops the expected odd releases of `tables`
         self.step += 1
 
     def pass_steps(self, num_steps: int) -> None:
@@ -452,7 +452,7 @@ class Decodes:
         """
         account = self._account
         assert account.shared is None, "what other models do between steps is not known"
-        self._num_told, self._first_step, self._starts_ns = 0, first_step, starts_ns
+        self._num_emitted, self._first_step, self._starts_ns = 0, first_step, starts_ns
         done = self._do(self.steps_to_odd(most_steps), wanted_bytes)
         while len(done.taken) < most_steps and self.is_odd:
             if account.wants is not None and account.wants.has_work:
@@ -474,13 +474,13 @@ class Decodes:
     def _most_released(self) -> int:
         """Return an upper bound of the bytes that are released at the end of this step, which is odd."""
         num_bytes = self.given_bytes[self.step % self.page_size]
-        for _, index, holding in self._odd[self.step]:
-            stream = holding.streams[index]
+        for _, index, table in self._odd[self.step]:
+            stream = table.streams[index]
             if stream is not None:
                 self.catch_up(stream)
-            held = holding.held[index]
-            first = held[0].start if held else holding.first_open[index]
-            num_pages = (holding.base + self.step) // self.page_size + 1 - first
+            held = table.held[index]
+            first = held[0].start if held else table.first_open[index]
+            num_pages = (table.base + self.step) // self.page_size + 1 - first
             num_bytes += max(0, num_pages) * self._account.part_bytes[index]
         return num_bytes
 
@@ -489,7 +489,7 @@ class Decodes:
         account = self._account
         before = [(account.num_used[index], account.num_cached[index]) for index in self.bounded]
         if self._events is not None:
-            self._events.tell(StepEnded(self._first_step + self._num_told - 1, self._starts_ns[self._num_told]))
+            self._events.emit(StepEnded(self._first_step + self._num_emitted - 1, self._starts_ns[self._num_emitted]))
         self.end_step()
         for place, index in enumerate(self.bounded):
             num_used, num_cached = before[place]
@@ -550,15 +550,15 @@ class Decodes:
         Events are emitted in the order of steps. Steps without events may be omitted, except the last.
         """
         account, page_size, bounded, page_bytes = self._account, self.page_size, self.bounded, self._account.page_bytes
-        tell, listing, telling, offset = events.tell, self.listing, self.telling, self._num_told
+        emit, listing, emitting, offset = events.emit, self.listing, self.emitting, self._num_emitted
         first_step, starts_ns = self._first_step, self._starts_ns
         last = offset + len(taken) - 1
         evicted: list[int] = []
         account.begin_evictions(evicted)
         for num_due in taken:
             slot = self.step % page_size
-            if num_due or offset == last or telling[slot]:
-                tell(StepStarted(first_step + offset, starts_ns[offset]))
+            if num_due or offset == last or emitting[slot]:
+                emit(StepStarted(first_step + offset, starts_ns[offset]))
                 if num_due * page_bytes <= account.empty_bytes:
                     account.note_pages_taken(num_due)
                 else:
@@ -566,13 +566,13 @@ class Decodes:
                         if page_bytes > account.empty_bytes:
                             account.evict(page_bytes)
                         account.note_pages_taken(1)
-                if telling[slot]:
+                if emitting[slot]:
                     self.fill_pages()
             if offset == last:
                 break
             passed = listing[slot]
             if passed:
-                tell(StepEnded(first_step + offset, starts_ns[offset + 1]))
+                emit(StepEnded(first_step + offset, starts_ns[offset + 1]))
                 self._list(passed)
                 for index in bounded:
                     if count := self.num_listed[index][slot]:
@@ -580,7 +580,7 @@ class Decodes:
             self.step += 1
             offset += 1
         account.end_evictions()
-        self._num_told = last + 1
+        self._num_emitted = last + 1
         return evicted
 
     def _num_certain(self, slot: int, num_steps: int, wanted_bytes: int) -> int:
@@ -642,17 +642,17 @@ class Decodes:
     # Catching up --------------------------------------------------------------------------------------------
 
     def catch_up(self, stream: Stream) -> None:
-        """Bring the runs of `stream`, and of its holding, up to date with the last step."""
+        """Bring the runs of `stream`, and of its block table, up to date with the last step."""
         if stream.seen == self.step:
             return
         stream.seen = self.step
-        holding, index = stream.holding, stream.group
-        position, lag = holding.base + self.step, self._lags[index]
+        table, index = stream.table, stream.group
+        position, lag = table.base + self.step, self._lags[index]
         page = (position - lag) // self.page_size if position > lag else 0
         at = stream.high
         if page <= at:
             return
-        held, sink = holding.held[index], self._sinks[index]
+        held, sink = table.held[index], self._sinks[index]
         place = 0
         while sink and place < len(held) and held[place].end <= sink:
             place += 1
@@ -663,7 +663,7 @@ class Decodes:
                 if passed.end > page:
                     passed = passed.split(page)
                 del held[place]
-                passed.holders.remove(holding)
+                passed.holders.remove(table)
                 passed.is_passed = True
             return
         while at < page and place < len(held):
@@ -674,7 +674,7 @@ class Decodes:
                 holders = run.holders
                 if len(holders) > 1:  # silent streams, which have passed it as well
                     for other in holders:
-                        if other is not holding:
+                        if other is not table:
                             other.held[index].remove(run)
                 holders.clear()
             else:
@@ -683,20 +683,20 @@ class Decodes:
             self._give(stream, run, at, end)
             at = end
         if at < page:
-            holding.first_open[index] = page
+            table.first_open[index] = page
             self._give(stream, None, at, page)
         stream.high = page
         stream.set_gate()
 
-    def end_holds(self, run: PartRun, holding: RunHolding, page: int) -> None:
-        """Let silent streams give up pages of `run` before `page`, which `holding` is about to release.
+    def end_holds(self, run: PartRun, table: RunTable, page: int) -> None:
+        """Let silent streams give up pages of `run` before `page`, which `table` is about to release.
 
         The run is split at `page` if it reaches beyond. Streams that have not passed all these pages hold them on.
         """
         index = run.group
         first_base = page * self.page_size + self._lags[index] - self.step
         for other in run.holders.copy():
-            if other.base < first_base or other is holding:
+            if other.base < first_base or other is table:
                 continue
             stream = other.streams[index]
             if stream is None or not stream.is_silent:
@@ -707,13 +707,13 @@ class Decodes:
             run.holders.remove(other)
             run.is_passed = True
 
-    def catch_up_others(self, holding: RunHolding, index: int) -> None:
-        """Bring silent streams up to date that hold pages with `holding`."""
-        for run in tuple(holding.held[index]):
+    def catch_up_others(self, table: RunTable, index: int) -> None:
+        """Bring silent streams up to date that hold pages with `table`."""
+        for run in tuple(table.held[index]):
             if len(run.holders) > 1:
                 for other in run.holders.copy():
                     stream = other.streams[index]
-                    if stream is not None and stream.is_silent and other is not holding:
+                    if stream is not None and stream.is_silent and other is not table:
                         self.catch_up(stream)
 
     def _give(self, stream: Stream, run: PartRun | None, start: int, end: int) -> None:
@@ -744,7 +744,7 @@ class Decodes:
             return
         piece = PartRun(stream.group, span, start, end, [], is_kept=True)
         if run is None:
-            stream.holding.given.append(piece)
+            stream.table.given.append(piece)
         elif span is not None:
             siblings = span.parts[stream.group]
             siblings.insert(siblings.index(run), piece)
@@ -759,8 +759,8 @@ class Decodes:
         late: list[Stream] = []
         for index in self.bounded:
             for run in span.parts[index]:
-                for holding in run.holders:
-                    stream = holding.streams[index]
+                for table in run.holders:
+                    stream = table.streams[index]
                     if stream is not None:
                         is_moving = True
                         if stream.seen != self.step and not stream.is_silent:
@@ -788,13 +788,13 @@ def _turned(by_slot: list[T], slot: int, num_steps: int) -> list[T]:
     return turns + by_slot[: num_steps - len(turns)]
 
 
-def _admission(holding: RunHolding) -> int:
-    return holding.admission
+def _admission(table: RunTable) -> int:
+    return table.admission
 
 
 def _turn(stream: Stream) -> tuple[int, int]:
     return stream.admission, stream.group
 
 
-def _place(odd: tuple[int, int, RunHolding]) -> tuple[int, int]:
+def _place(odd: tuple[int, int, RunTable]) -> tuple[int, int]:
     return odd[0], odd[1]

@@ -18,11 +18,11 @@ from kvarts.core.kv.pool import PageId
 __all__ = [
     "BaseOrder",
     "EvictionOrder",
-    "HeldPages",
     "LruOrder",
     "Node",
     "NoteRequest",
     "Path",
+    "PinnedPages",
     "Run",
     "TreeWatcher",
     "noter_of",
@@ -108,7 +108,7 @@ Path = list[Node]
 """Consecutive runs from the first page on."""
 
 
-class HeldPages:
+class PinnedPages:
     """Consecutive runs from page `start` on that a transfer holds."""
 
     __slots__ = ("runs", "start")

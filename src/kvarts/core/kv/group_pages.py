@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 from kvarts.core.content import NOTHING, Content
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.events import PartsMoved
 from kvarts.core.kv.account import MOST_UNCHECKED, RunEvents, Unchecked
 from kvarts.core.kv.cache import (
+    BlockTable,
     Cache,
     FollowedDecodes,
-    Holding,
     Incoming,
     Leap,
     Mark,
@@ -28,18 +28,18 @@ from kvarts.core.kv.cache import (
     Needs,
     States,
 )
-from kvarts.core.kv.eviction import EvictionOrder, HeldPages
+from kvarts.core.kv.eviction import EvictionOrder, PinnedPages
 from kvarts.core.kv.group_needs import GroupNeeds, Held
 from kvarts.core.kv.groups import GroupMemory
 from kvarts.core.kv.pool import CountPool, IdPool, PageError, PageId
 from kvarts.core.kv.run_cache import RunCache
-from kvarts.core.kv.runs import PartRun, RunHolding, RunMatch, Span
+from kvarts.core.kv.runs import PartRun, RunMatch, RunTable, Span
 from kvarts.core.kv.span_tree import SpanTree
 
-__all__ = ["GroupPages", "Held", "HeldByOthers", "HeldParts", "IncomingParts", "PartHolding"]
+__all__ = ["GroupPages", "GroupTable", "Held", "IncomingParts", "PinnedParts", "ReferencedByOthers"]
 
 
-class PartHolding(Holding):
+class GroupTable(BlockTable):
     """Parts of one running request, or of a pin. `parts`: in every group. `page_ids`: blocks that are not parts.
 
     `num_promised`: blocks that are reserved for it while it waits for a load, for the computation of the rest. `tail`:
@@ -49,10 +49,10 @@ class PartHolding(Holding):
 
     __slots__ = ("num_promised", "num_reserved", "parts", "tail")
 
-    def __init__(self, parts: RunHolding, num_pages: int = 0, block_ids: list[PageId] | None = None) -> None:
+    def __init__(self, parts: RunTable, num_pages: int = 0, block_ids: list[PageId] | None = None) -> None:
         super().__init__(parts.content, [], num_pages, block_ids)
         self.parts = parts
-        self.tail: RunHolding | None = None
+        self.tail: RunTable | None = None
         self.num_promised = self.num_reserved = 0
 
     @property
@@ -61,22 +61,22 @@ class PartHolding(Holding):
         return self.parts.num_named
 
     @property
-    def loading(self) -> RunHolding:
+    def loading(self) -> RunTable:
         """The parts that a load fills."""
         return self.parts if self.tail is None else self.tail
 
 
-class HeldParts(HeldPages):
+class PinnedParts(PinnedPages):
     """Parts that a transfer holds."""
 
     __slots__ = ("parts",)
 
-    def __init__(self, parts: RunHolding) -> None:
+    def __init__(self, parts: RunTable) -> None:
         super().__init__([], 0)
         self.parts = parts
 
 
-class HeldByOthers:
+class ReferencedByOthers:
     """The parts of a match that running requests hold: a `Held`."""
 
     __slots__ = ("_found", "_tree")
@@ -104,9 +104,9 @@ class GroupPages(Cache):
     `most_new_tokens`: the most tokens of a request that a step may compute, which bounds the parts that a window holds
     during a step.
 
-    `with_ids`: blocks have ids. `tell` receives events of parts. With either, every page of a decode is findable as
+    `with_ids`: blocks have ids. `emit` receives events of parts. With either, every page of a decode is findable as
     soon as it is full. Otherwise the cache follows decodes itself: it knows the steps in which they take and release
-    pages, and can leap over them. `leaps_told`: it does so with `tell` as well, unless tiers below or states by page
+    pages, and can leap over them. `leaps_emitted`: it does so with `emit` as well, unless tiers below or states by page
     need names of pages at once. `num_below`: the number of tiers that have parts as well; `watches_list`: the first
     examines the parts that are evicted next, so the cache follows no decodes. `eviction_order`: chooses the next run to
     evict, and is notified of each release, so the cache follows no decodes either; without it, the least recently
@@ -133,13 +133,13 @@ class GroupPages(Cache):
         page_size: int,
         most_new_tokens: int,
         with_ids: bool = False,
-        tell: Tell | None = None,
+        emit: Emit | None = None,
         num_below: int = 0,
         watches_list: bool = False,
         eviction_order: EvictionOrder | None = None,
         at_branches: bool = False,
         plans_ahead: bool = False,
-        leaps_told: bool = False,
+        leaps_emitted: bool = False,
     ) -> None:
         ids = IdPool(num_blocks) if with_ids else None
         pool = CountPool(num_blocks) if ids is None else ids
@@ -149,7 +149,7 @@ class GroupPages(Cache):
         self.memory = memory
         self.block_bytes = memory.block_bytes
         self.page_size = page_size
-        self.settles = True
+        self.frees_skipped = True
         self.releases = any(group.is_bounded or group.is_state for group in memory.groups)
         self._part_tables = memory.part_tables
         self._unchecked = Unchecked()
@@ -158,7 +158,7 @@ class GroupPages(Cache):
             page_size=page_size,
             total_bytes=num_blocks,
             blocks=ids,
-            events=None if tell is None else RunEvents(tell),
+            events=None if emit is None else RunEvents(emit),
             num_below=num_below,
             eviction_order=eviction_order,
             at_branches=at_branches,
@@ -174,10 +174,10 @@ class GroupPages(Cache):
         """Total of blocks returned by `give` since the beginning."""
         self.keeps_time = self.parts.note_request is not None
         is_watched = watches_list or eviction_order is not None
-        is_named = tell is not None and (not leaps_told or num_below > 0 or memory.has_states_by_page)
+        is_named = emit is not None and (not leaps_emitted or num_below > 0 or memory.has_states_by_page)
         is_periodic = bool(memory.retention_interval)  # parts of decodes are retained
         self.names_decodes = with_ids or is_named or is_watched or plans_ahead or is_periodic
-        self.publishes_all = self.names_decodes or tell is not None
+        self.publishes_all = self.names_decodes or emit is not None
         if not self.names_decodes:
             self.decodes = DecodesInGroups(self)
             self.take_pages = self._take_pages
@@ -219,7 +219,7 @@ class GroupPages(Cache):
 
     def held_by_others(self, match: Match) -> Held:
         """Return the parts of `match` that others hold."""
-        return HeldByOthers(self.parts.tree, cast(RunMatch, match))
+        return ReferencedByOthers(self.parts.tree, cast(RunMatch, match))
 
     def reach(self, content: Content, limit: int) -> tuple[int, ...]:
         """Return, per group, the longest prefix of at most `limit` full pages that it alone could resume from."""
@@ -227,62 +227,62 @@ class GroupPages(Cache):
 
     # Sequences ------------------------------------------------------------------------------------------
 
-    def open(self, match: Match) -> PartHolding:
+    def open(self, match: Match) -> GroupTable:
         """Hold `match`, for a sequence that begins with it; the cache must not have changed since it was made."""
-        holding = PartHolding(self.parts.begin(match.content, cast(RunMatch, match)), match.num_pages)
+        table = GroupTable(self.parts.begin(match.content, cast(RunMatch, match)), match.num_pages)
         if self.names_decodes:
             self.count()
-        return holding
+        return table
 
-    def num_held(self, holding: Holding) -> int:
-        """Return the blocks of all parts that `holding` has, including those that others hold as well."""
-        of_parts = cast(PartHolding, holding)
+    def num_held(self, table: BlockTable) -> int:
+        """Return the blocks of all parts that `table` has, including those that others hold as well."""
+        of_parts = cast(GroupTable, table)
         num_blocks = self.parts.held_bytes(of_parts.parts)
         if of_parts.tail is not None:
             num_blocks += self.parts.held_bytes(of_parts.tail)
         return num_blocks
 
-    def extend(self, holding: Holding, num_tokens: int, *, is_end: bool) -> None:
+    def extend(self, table: BlockTable, num_tokens: int, *, is_end: bool) -> None:
         """Take the blocks of tokens up to `num_tokens`, and make the pages that they fill findable."""
-        self.parts.extend(cast(PartHolding, holding).parts, num_tokens, is_end=is_end)
+        self.parts.extend(cast(GroupTable, table).parts, num_tokens, is_end=is_end)
         self.count()
 
-    def settle(self, holding: Holding, num_tokens: int, num_in_flight: int = 0) -> None:
+    def free_skipped(self, table: BlockTable, num_tokens: int, num_in_flight: int = 0) -> None:
         """Release parts that no token from `num_tokens`, the next to compute, on attends to. `count` must follow.
 
         `num_in_flight`: as of Cache.
         """
-        self.parts.settle(cast(PartHolding, holding).parts, num_tokens, num_in_flight)
+        self.parts.free_skipped(cast(GroupTable, table).parts, num_tokens, num_in_flight)
 
     # Decodes that are counted and not identified: Decodes describes them.
 
-    def take_for(self, holding: Holding, num_tokens: int) -> None:
-        """Take the blocks of tokens up to `num_tokens`, as far as `holding` does not have them."""
-        self.parts.take_for(cast(PartHolding, holding).parts, num_tokens)
+    def take_for(self, table: BlockTable, num_tokens: int) -> None:
+        """Take the blocks of tokens up to `num_tokens`, as far as `table` does not have them."""
+        self.parts.take_for(cast(GroupTable, table).parts, num_tokens)
         self.count()
 
-    def take_page(self, holding: Holding, page: int) -> None:
+    def take_page(self, table: BlockTable, page: int) -> None:
         """Take the parts of `page`, the next page of a decode; without ids, they are only counted."""
         if self.names_decodes:
-            self.parts.take_next(cast(PartHolding, holding).parts, 1)
+            self.parts.take_next(cast(GroupTable, table).parts, 1)
         else:
             self.parts.take_pages(1)
         self.count()
 
-    def take_due(self, holdings: Sequence[Holding]) -> None:
-        """Take the next page of each of `holdings`."""
-        for holding in holdings:
-            self.parts.take_next(cast(PartHolding, holding).parts, 1)
+    def take_due(self, tables: Sequence[BlockTable]) -> None:
+        """Take the next page of each of `tables`."""
+        for table in tables:
+            self.parts.take_next(cast(GroupTable, table).parts, 1)
         self.count()
 
-    def publish(self, holding: Holding, num_tokens: int) -> None:
+    def publish(self, table: BlockTable, num_tokens: int) -> None:
         """Make the full pages of the first `num_tokens` tokens findable."""
-        self.parts.fill_page(cast(PartHolding, holding).parts, num_tokens)
+        self.parts.fill_page(cast(GroupTable, table).parts, num_tokens)
         self.num_published = self.parts.num_published
 
-    def shrink(self, holding: Holding, num_pages: int) -> None:
+    def shrink(self, table: BlockTable, num_pages: int) -> None:
         """Release the parts of all but the first `num_pages` pages; the others contain no computed token."""
-        self.parts.drop_pages(cast(PartHolding, holding).parts, num_pages)
+        self.parts.drop_pages(cast(GroupTable, table).parts, num_pages)
         self.count()
 
     def _take_pages(self, num_due: int) -> None:
@@ -295,9 +295,9 @@ class GroupPages(Cache):
                 parts.take_pages(1)
         self.count()
 
-    def stop_decoding(self, holding: Holding, num_pages: int) -> None:
+    def stop_decoding(self, table: BlockTable, num_pages: int) -> None:
         """Stop following a decode, if the cache does."""
-        parts = cast(PartHolding, holding).parts
+        parts = cast(GroupTable, table).parts
         parts.has_decoded = True
         if parts.is_decoding:
             self.parts.decodes.leave(parts, keeps_parts=True)
@@ -334,27 +334,27 @@ class GroupPages(Cache):
         self._num_given += count
         self.count()
 
-    def reserved(self, num_pages: int, page_ids: list[PageId] | None) -> PartHolding:
-        """Return a holding of blocks that were taken by `take`."""
-        return PartHolding(RunHolding(NOTHING, Span(NOTHING, b"", 0, 0, None, 0), 0, 1, 0), num_pages, page_ids)
+    def reserved(self, num_pages: int, page_ids: list[PageId] | None) -> GroupTable:
+        """Return a block table of blocks that were taken by `take`."""
+        return GroupTable(RunTable(NOTHING, Span(NOTHING, b"", 0, 0, None, 0), 0, 1, 0), num_pages, page_ids)
 
-    def keep(self, holding: Holding) -> int:
-        """Record that `holding` stays when no request runs; return how many of its blocks no other `keep` covers."""
-        return self.parts.keep(cast(PartHolding, holding).parts, 1)
+    def keep(self, table: BlockTable) -> int:
+        """Record that `table` stays when no request runs; return how many of its blocks no other `keep` covers."""
+        return self.parts.keep(cast(GroupTable, table).parts, 1)
 
-    def unkeep(self, holding: Holding) -> int:
+    def unkeep(self, table: BlockTable) -> int:
         """Undo a `keep`; return how many blocks are not kept any more."""
-        return self.parts.keep(cast(PartHolding, holding).parts, -1)
+        return self.parts.keep(cast(GroupTable, table).parts, -1)
 
     # Blocks for a plan ---------------------------------------------------------------------------------------
 
-    def tables(self, holding: Holding, num_tokens: int) -> tuple[tuple[PageId, ...], ...]:
+    def tables(self, table: BlockTable, num_tokens: int) -> tuple[tuple[PageId, ...], ...]:
         """Return the page tables of a request, group by group, by GroupMemory.part_tables.
 
         Each has an entry for every page of its first `num_tokens` tokens. It is 0 if the group has no part of the page:
         no token that is computed from here on attends to such a page.
         """
-        of_parts = cast(PartHolding, holding).parts
+        of_parts = cast(GroupTable, table).parts
         num_pages = -(-num_tokens // self.page_size)
         tables: list[tuple[PageId, ...]] = []
         for index, num_tables in enumerate(self._part_tables):
@@ -371,14 +371,14 @@ class GroupPages(Cache):
                     of_group[0][start:end] = ids.every(step)
                     continue
                 blocks = list(ids)
-                for place, table in enumerate(of_group):
-                    table[start:end] = blocks[place::step]
-            tables += [tuple(table[:num_pages]) for table in of_group]
+                for place, row in enumerate(of_group):
+                    row[start:end] = blocks[place::step]
+            tables += [tuple(row[:num_pages]) for row in of_group]
         return tuple(tables)
 
-    def blocks_of_page(self, holding: Holding, page: int) -> tuple[PageId, ...]:
+    def blocks_of_page(self, table: BlockTable, page: int) -> tuple[PageId, ...]:
         """Return the blocks of `page`, one of the last that a request took, one for each page table."""
-        of_parts = cast(PartHolding, holding).parts
+        of_parts = cast(GroupTable, table).parts
         blocks: list[PageId] = []
         for index, num_tables in enumerate(self._part_tables):
             if not num_tables:
@@ -391,13 +391,13 @@ class GroupPages(Cache):
             blocks += ids.part(at, at + num_tables)
         return tuple(blocks)
 
-    def state_blocks(self, holding: Holding, start: int) -> tuple[tuple[PageId, ...], tuple[PageId, ...]]:
+    def state_blocks(self, table: BlockTable, start: int) -> tuple[tuple[PageId, ...], tuple[PageId, ...]]:
         """Return the blocks of a request's state before its next token `start`, and the blocks where the state is kept.
 
         The former are those of the snapshot from which the request begins, if `start` is the first token it computes;
         they are empty before the first token of the sequence. Both are empty without a group of states.
         """
-        of_parts = cast(PartHolding, holding).parts
+        of_parts = cast(GroupTable, table).parts
         for held, state_ids in zip(of_parts.held, of_parts.state_ids, strict=True):
             if state_ids:
                 own = tuple(state_ids)
@@ -406,21 +406,21 @@ class GroupPages(Cache):
                 return begin, own
         return (), ()
 
-    def take_snapshots(self, holding: Holding) -> list[tuple[int, PartRun]]:
+    def take_snapshots(self, table: BlockTable) -> list[tuple[int, PartRun]]:
         """Return the snapshots that the last `extend` of a request asked for, each with the tokens before it."""
-        of_parts = cast(PartHolding, holding).parts
+        of_parts = cast(GroupTable, table).parts
         snapshots, of_parts.snapshots = of_parts.snapshots, []
         return snapshots
 
-    def shed(self, count: int) -> None:
+    def evict(self, count: int) -> None:
         """Evict parts until `count` more blocks are empty."""
         self.parts.evict(self.parts.empty_bytes + count)
         self.count()
 
-    def close(self, holding: Holding, num_full_pages: int, num_pages: int) -> None:
+    def close(self, table: BlockTable, num_full_pages: int, num_pages: int) -> None:
         """Release everything that a request holds: parts of its full pages that can be found become cached."""
-        self.parts.close(cast(PartHolding, holding).parts, num_full_pages, num_pages)
-        holding.is_open = False
+        self.parts.close(cast(GroupTable, table).parts, num_full_pages, num_pages)
+        table.is_open = False
         self.count()
 
     def runs(self) -> Iterator[tuple[int, Content, int, int, int]]:
@@ -432,13 +432,13 @@ class GroupPages(Cache):
         num_moved = self.num_used + 2 * self.num_released + self.num_evicted
         return self._unchecked.is_due(num_moved, 0 if at_rest else (self.num_used + self.num_cached) // MOST_UNCHECKED)
 
-    def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[HeldPages] = ()) -> None:
+    def check(self, tables: Iterable[tuple[BlockTable, int]], holds: Iterable[PinnedPages] = ()) -> None:
         """Assert laws L1 and L2 for every part, and that every block has one owner."""
-        every = [cast(PartHolding, holding) for holding, _ in holdings]
-        taken_ids = [holding.page_ids for holding in every if holding.page_ids is not None]
-        of_parts = [holding.parts for holding in every if holding.page_ids is None]
-        of_parts += [holding.tail for holding in every if holding.tail is not None]
-        of_parts += [cast(HeldParts, held).parts for held in holds]
+        every = [cast(GroupTable, table) for table, _ in tables]
+        taken_ids = [table.page_ids for table in every if table.page_ids is not None]
+        of_parts = [table.parts for table in every if table.page_ids is None]
+        of_parts += [table.tail for table in every if table.tail is not None]
+        of_parts += [cast(PinnedParts, held).parts for held in holds]
         self.parts.check(of_parts, taken_ids)
         if not self.parts.is_shared:
             assert self.num_used + self.num_promised + self.num_free == self.pool.total, "L1: blocks are lost"
@@ -483,14 +483,14 @@ class PartNeeds(Needs):
         """Return True: what becomes findable of a window may follow any page."""
         return True
 
-    def to_run(self, holding: Holding, start: int, end: int) -> int:
-        """Return the blocks that tokens [start, end) need and `holding` does not have."""
-        parts = cast(PartHolding, holding).parts
+    def to_run(self, table: BlockTable, start: int, end: int) -> int:
+        """Return the blocks that tokens [start, end) need and `table` does not have."""
+        parts = cast(GroupTable, table).parts
         return self._parts.missing_bytes(parts, end - parts.num_tokens)
 
-    def to_finish(self, holding: Holding, num_tokens: int) -> int:
-        """Return the most blocks that `holding` takes at one time, beyond its own, until it has `num_tokens`."""
-        return max(0, self._rules.to_compute(num_tokens) - self._cache.num_held(holding))
+    def to_finish(self, table: BlockTable, num_tokens: int) -> int:
+        """Return the most blocks that `table` takes at one time, beyond its own, until it has `num_tokens`."""
+        return max(0, self._rules.to_compute(num_tokens) - self._cache.num_held(table))
 
     def to_compute(self, num_known: int, page_size: int) -> int:
         """Return the most blocks that `num_known` tokens need at one time, wherever their chunks begin and end."""
@@ -520,9 +520,9 @@ class PartNeeds(Needs):
         """Return how many blocks of `match` stores hold and no request does."""
         return self._parts.held_after(cast(RunMatch, match), only_lent=True)
 
-    def freed_by(self, holdings: Iterable[tuple[Holding | None, int]]) -> Iterator[int]:
-        """Yield the number of blocks that go out of use as each of `holdings` is closed in turn."""
-        yield from self._parts.freed_by(cast(PartHolding, holding).parts for holding, _ in holdings)
+    def freed_by(self, tables: Iterable[tuple[BlockTable | None, int]]) -> Iterator[int]:
+        """Yield the number of blocks that go out of use as each of `tables` is closed in turn."""
+        yield from self._parts.freed_by(cast(GroupTable, table).parts for table, _ in tables)
 
 
 class DecodesInGroups(FollowedDecodes):
@@ -534,9 +534,9 @@ class DecodesInGroups(FollowedDecodes):
         self._cache = cache
         self._parts = cache.parts
 
-    def start(self, holding: Holding, admission: int, *, is_settled: bool = True) -> None:
+    def start(self, table: BlockTable, admission: int, *, is_settled: bool = True) -> None:
         """Let a sequence compute one token per step from the next on."""
-        self._parts.decodes.start(cast(PartHolding, holding).parts, admission, is_settled=is_settled)
+        self._parts.decodes.start(cast(GroupTable, table).parts, admission, is_settled=is_settled)
 
     def publish_due(self, first: int, end: int) -> None:
         """Make the pages findable that decodes fill in this step, by Decodes.fill_pages."""
@@ -547,9 +547,9 @@ class DecodesInGroups(FollowedDecodes):
         """Let decodes release the parts that none of their later tokens attends to. `count` must follow."""
         self._parts.decodes.end_step()
 
-    def put_off(self, holdings: Sequence[Holding]) -> None:
-        """End the step, but postpone the releases of `holdings` until `settle` is called for each."""
-        self._parts.decodes.put_off([cast(PartHolding, holding).parts for holding in holdings])
+    def defer_skipped(self, tables: Sequence[BlockTable]) -> None:
+        """End the step, but postpone the releases of `tables` until `free_skipped` is called for each."""
+        self._parts.decodes.defer_skipped([cast(GroupTable, table).parts for table in tables])
 
     def fills_known_page(self) -> bool:
         """Return whether a decode fills a page in this step that other requests may find."""
@@ -574,17 +574,17 @@ class IncomingParts(Incoming):
         self._rules = cache.group_needs
         self._page_size = cache.page_size
 
-    def open_to_load(self, match: Match, num_known: int, on_device: Match) -> PartHolding:
+    def open_to_load(self, match: Match, num_known: int, on_device: Match) -> GroupTable:
         """Hold the device's parts of `match`, of device and tiers together, and take those that a load fills."""
         found = cast(RunMatch, match)
-        holding = PartHolding(self._parts.begin_load(found.content, found), found.num_pages)
-        holding.parts.branch = cast(RunMatch, on_device).branch * self._page_size
+        table = GroupTable(self._parts.begin_load(found.content, found), found.num_pages)
+        table.parts.branch = cast(RunMatch, on_device).branch * self._page_size
         self._cache.count()
-        return holding
+        return table
 
-    def publish_loaded(self, holding: Holding, num_pages: int) -> None:
+    def publish_loaded(self, table: BlockTable, num_pages: int) -> None:
         """Make the parts of the first `num_pages` pages findable."""
-        self._parts.arrive(cast(PartHolding, holding).parts, [num_pages] * len(self._cache.memory.groups))
+        self._parts.arrive(cast(GroupTable, table).parts, [num_pages] * len(self._cache.memory.groups))
         self._cache.count()
 
     def to_reserve(self, found: Match, num_known: int) -> int:
@@ -614,7 +614,7 @@ class IncomingParts(Incoming):
         num_wanted = self.to_reserve(found, num_known)
         return num_wanted + self.to_front(match, num_front) if num_front else num_wanted
 
-    def open_reserved(self, match: Match, found: Match, num_known: int, num_front: int) -> PartHolding:
+    def open_reserved(self, match: Match, found: Match, num_known: int, num_front: int) -> GroupTable:
         """Hold the device's parts of `found`, take parts for the rest, and promise the others that are wanted."""
         of_load = cast(RunMatch, found)
         if not num_front:
@@ -622,75 +622,75 @@ class IncomingParts(Incoming):
         num_reserved = self.held_reserved(match, found, num_known, num_front)
         return self.open_with_front(match, of_load, match.num_pages + num_front, num_reserved)
 
-    def open_offered(self, content: Content, found: RunMatch, num_wanted: int) -> PartHolding:
+    def open_offered(self, content: Content, found: RunMatch, num_wanted: int) -> GroupTable:
         """Hold the device's parts of `found`, take parts for the rest, and promise the others of `num_wanted` blocks.
 
         That many blocks must be free.
         """
         num_free = self._cache.num_free
-        holding = PartHolding(self._parts.begin_load(content, found), found.num_pages)
+        table = GroupTable(self._parts.begin_load(content, found), found.num_pages)
         self._cache.count()
-        self._promise(holding, max(0, num_wanted - (num_free - self._cache.num_free)))
-        return holding
+        self._promise(table, max(0, num_wanted - (num_free - self._cache.num_free)))
+        return table
 
-    def open_with_front(self, match: Match, found: RunMatch, front_end: int, num_reserved: int) -> PartHolding:
+    def open_with_front(self, match: Match, found: RunMatch, front_end: int, num_reserved: int) -> GroupTable:
         """Hold `match`, after which pages are computed up to `front_end`, and take parts for the rest of `found`.
 
         It has `num_reserved` blocks until `arrive`: those that it does not hold are promised to it.
         """
-        holding = PartHolding(self._parts.begin(match.content, cast(RunMatch, match)), found.num_pages)
-        holding.tail = self._parts.begin_load(match.content, found, front_end)
-        holding.num_reserved = num_reserved
-        self._promise(holding, max(0, num_reserved - self._cache.num_held(holding)))
-        return holding
+        table = GroupTable(self._parts.begin(match.content, cast(RunMatch, match)), found.num_pages)
+        table.tail = self._parts.begin_load(match.content, found, front_end)
+        table.num_reserved = num_reserved
+        self._promise(table, max(0, num_reserved - self._cache.num_held(table)))
+        return table
 
-    def begin_front(self, holding: Holding, num_tokens: int, num_in_flight: int) -> None:
+    def begin_front(self, table: BlockTable, num_tokens: int, num_in_flight: int) -> None:
         """Release the windows of a front that no token from `num_tokens` on attends to, for its next tokens."""
-        of_parts = cast(PartHolding, holding)
+        of_parts = cast(GroupTable, table)
         self._promise(of_parts, 0)
-        self._parts.settle(of_parts.parts, num_tokens, num_in_flight)
+        self._parts.free_skipped(of_parts.parts, num_tokens, num_in_flight)
 
-    def extend_front(self, holding: Holding, num_tokens: int) -> None:
+    def extend_front(self, table: BlockTable, num_tokens: int) -> None:
         """Take blocks that are promised to the request for the tokens of its front up to `num_tokens`."""
-        of_parts = cast(PartHolding, holding)
+        of_parts = cast(GroupTable, table)
         self._parts.extend(of_parts.parts, num_tokens)
         self._promise(of_parts, max(0, of_parts.num_reserved - self._cache.num_held(of_parts)))
 
-    def arrive(self, holding: Holding, num_pages: int, end: int) -> bool:
+    def arrive(self, table: BlockTable, num_pages: int, end: int) -> bool:
         """Go on after the loaded pages, if all have arrived."""
-        self.join_front(holding)
+        self.join_front(table)
         return num_pages == end
 
-    def join_front(self, holding: Holding) -> None:
+    def join_front(self, table: BlockTable) -> None:
         """Go on after the loaded pages: those before are computed, or given up."""
-        of_parts = cast(PartHolding, holding)
+        of_parts = cast(GroupTable, table)
         if of_parts.tail is not None:
             self._parts.join_front(of_parts.parts, of_parts.tail)
             of_parts.parts, of_parts.tail = of_parts.tail, None
             self._cache.count()
 
-    def end_promise(self, holding: Holding) -> None:
-        """Make the blocks promised to a holding free for all."""
-        self._promise(cast(PartHolding, holding), 0)
+    def end_promise(self, table: BlockTable) -> None:
+        """Make the blocks promised to a block table free for all."""
+        self._promise(cast(GroupTable, table), 0)
 
-    def _promise(self, holding: PartHolding, num_blocks: int) -> None:
+    def _promise(self, table: GroupTable, num_blocks: int) -> None:
         cache = self._cache
-        cache.num_promised += num_blocks - holding.num_promised
-        holding.num_promised = num_blocks
+        cache.num_promised += num_blocks - table.num_promised
+        table.num_promised = num_blocks
         self._parts.promised_bytes = cache.num_promised
         cache.count()
 
-    def begin_run(self, holding: Holding) -> None:
+    def begin_run(self, table: BlockTable) -> None:
         """Release the windows with which the front was computed."""
-        self._cache.settle(holding, holding.num_pages * self._page_size)
+        self._cache.free_skipped(table, table.num_pages * self._page_size)
         self._cache.count()
 
-    def drop(self, holding: Holding) -> None:
+    def drop(self, table: BlockTable) -> None:
         """Release all parts, and what is promised."""
-        of_parts = cast(PartHolding, holding)
-        self.join_front(holding)
+        of_parts = cast(GroupTable, table)
+        self.join_front(table)
         self._promise(of_parts, 0)
-        self._cache.close(holding, holding.num_pages, holding.num_pages)
+        self._cache.close(table, table.num_pages, table.num_pages)
 
     def held(self, found: Match, end: int) -> int:
         """Return the blocks of all parts that are found or loaded."""
@@ -713,9 +713,9 @@ class IncomingParts(Incoming):
         held = self._cache.held_by_others(match)
         return self._rules.to_admit_loaded(start, loaded, num_known, end, counts, held)
 
-    def to_go_on(self, holding: Holding, num_known: int, budget: int) -> int:
+    def to_go_on(self, table: BlockTable, num_known: int, budget: int) -> int:
         """Return the blocks by GroupNeeds.to_go_on."""
-        parts = cast(PartHolding, holding).parts
+        parts = cast(GroupTable, table).parts
         end = min(num_known, parts.num_tokens + budget)
         return self._rules.to_go_on(parts.num_taken, num_known, end, self._parts.missing_state_bytes(parts))
 
@@ -748,15 +748,15 @@ class IncomingParts(Incoming):
         start = match.num_pages * self._page_size
         return self._rules.to_receive(start, num_tokens, self._cache.held_by_others(match))
 
-    def open_to_receive(self, match: Match, num_tokens: int) -> PartHolding:
+    def open_to_receive(self, match: Match, num_tokens: int) -> GroupTable:
         """Hold `match`, and take the further parts with which the last of `num_tokens` tokens is computed again."""
         parts = self._parts.begin_to_receive(match.content, cast(RunMatch, match), num_tokens)
         self._cache.count()
-        return PartHolding(parts, parts.num_taken)
+        return GroupTable(parts, parts.num_taken)
 
-    def receive(self, holding: Holding, num_tokens: int) -> None:
+    def receive(self, table: BlockTable, num_tokens: int) -> None:
         """Make the full pages of the first `num_tokens` tokens findable."""
-        self._parts.receive(cast(PartHolding, holding).parts)
+        self._parts.receive(cast(GroupTable, table).parts)
         self._cache.count()
 
 
@@ -785,6 +785,6 @@ class StatesByPage(States):
         """Return the tokens up to which groups that keep all tokens have its content, if that is more than `match`."""
         return cast(RunMatch, match).branch * self._parts.page_size
 
-    def branch(self, holding: Holding) -> int:
+    def branch(self, table: BlockTable) -> int:
         """Return the same for a sequence, as of when it began."""
-        return cast(PartHolding, holding).parts.branch
+        return cast(GroupTable, table).parts.branch

@@ -32,8 +32,8 @@ __all__ = [
     "GroupKeeps",
     "GroupMemory",
     "HeavyPages",
-    "OwnPages",
     "PageTable",
+    "PagesOfSession",
     "PartGroup",
     "Retention",
     "SinkWindow",
@@ -273,7 +273,7 @@ class PageTable(msgspec.Struct, frozen=True, gc=False):
     keeps: SinkWindow | None = None
 
 
-class OwnPages(Protocol):
+class PagesOfSession(Protocol):
     """Pages that a request brings along, and that stay when it ends. They are in use for as long as they exist.
 
     Promises: the pages that `grow` needs are available, for as many tokens as `most_tokens` returns. Only these calls

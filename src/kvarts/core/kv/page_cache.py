@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from kvarts.base.limits import MOST_COUNT
 from kvarts.core.content import NOTHING, Content
 from kvarts.core.hints import Hints
-from kvarts.core.kv.cache import Cache, Holding, Incoming, LatePages, Mark, Match, Needs
-from kvarts.core.kv.eviction import HeldPages, noter_of, ranges_read_by, walk
+from kvarts.core.kv.cache import BlockTable, Cache, Incoming, LatePages, Mark, Match, Needs
+from kvarts.core.kv.eviction import PinnedPages, noter_of, ranges_read_by, walk
 from kvarts.core.kv.pool import PageError, PageId, Pool
 from kvarts.core.kv.tree import Node, Path, PrefixTree
 
@@ -131,7 +131,7 @@ class PageCache(Cache):
             return None
         return taken_ids + evicted_ids if taken_ids else evicted_ids
 
-    def shed(self, count: int) -> None:
+    def evict(self, count: int) -> None:
         """Evict `count` cached pages, which are then empty."""
         page_ids = self.tree.evict(count)
         self.num_evicted += count
@@ -145,7 +145,7 @@ class PageCache(Cache):
         self.num_free += count
         self.num_released += count
 
-    def open(self, match: Match) -> Holding:
+    def open(self, match: Match) -> BlockTable:
         """Pin `match`; the tree must not have changed since it was made."""
         tree = self.tree
         num_cached = tree.num_cached
@@ -159,21 +159,21 @@ class PageCache(Cache):
             for node in path:
                 assert node.page_ids is not None
                 page_ids += node.page_ids
-        return Holding(match.content, path, match.num_pages, page_ids)
+        return BlockTable(match.content, path, match.num_pages, page_ids)
 
-    def reserved(self, num_pages: int, page_ids: list[PageId] | None) -> Holding:
-        """Return a holding of pages that were taken by `take`."""
-        return Holding(NOTHING, [], num_pages, page_ids)
+    def reserved(self, num_pages: int, page_ids: list[PageId] | None) -> BlockTable:
+        """Return a block table of pages that were taken by `take`."""
+        return BlockTable(NOTHING, [], num_pages, page_ids)
 
-    def keep(self, holding: Holding) -> int:
-        """Record that `holding` stays when no request runs; return how many of its pages no other `keep` covers."""
-        return self.tree.keep(holding.path)
+    def keep(self, table: BlockTable) -> int:
+        """Record that `table` stays when no request runs; return how many of its pages no other `keep` covers."""
+        return self.tree.keep(table.path)
 
-    def unkeep(self, holding: Holding) -> int:
+    def unkeep(self, table: BlockTable) -> int:
         """Undo a `keep`; return how many pages are not kept any more."""
-        return self.tree.unkeep(holding.path)
+        return self.tree.unkeep(table.path)
 
-    def hold(self, path: Path, start: int, end: int) -> HeldPages:
+    def hold(self, path: Path, start: int, end: int) -> PinnedPages:
         """Keep pages [start, end) of `path` in use for a transfer, each in its place of the eviction order.
 
         `unhold` must follow.
@@ -181,13 +181,13 @@ class PageCache(Cache):
         tree = self.tree
         runs = tree.isolate(path, start, end)
         runs.reverse()
-        pages = HeldPages(runs, start)
+        pages = PinnedPages(runs, start)
         num_cached = tree.num_cached
         tree.hold_pages(pages)
         self.num_free -= num_cached - tree.num_cached
         return pages
 
-    def page_ids(self, pages: HeldPages) -> list[PageId]:
+    def page_ids(self, pages: PinnedPages) -> list[PageId]:
         """Return the ids of the held pages, in order of position."""
         page_ids: list[PageId] = []
         for node in reversed(pages.nodes()):
@@ -195,7 +195,7 @@ class PageCache(Cache):
             page_ids += node.page_ids
         return page_ids
 
-    def num_idle(self, pages: HeldPages) -> int:
+    def num_idle(self, pages: PinnedPages) -> int:
         """Return how many pages nothing but transfers holds of what `hold` returned, copies included."""
         num_pages = 0
         for node in pages.nodes():
@@ -204,7 +204,7 @@ class PageCache(Cache):
                     num_pages += copy.end - copy.start
         return num_pages
 
-    def unhold(self, pages: HeldPages) -> None:
+    def unhold(self, pages: PinnedPages) -> None:
         """End a `hold`."""
         tree = self.tree
         num_cached = tree.num_cached
@@ -217,142 +217,142 @@ class PageCache(Cache):
         self.num_free += num_released
         self.num_released += num_released
 
-    def grow(self, holding: Holding, num_pages: int) -> None:
-        """Take pages until `holding` has `num_pages`, if it has fewer. Raise PageError as the class describes."""
-        num_missing = num_pages - holding.num_pages
+    def grow(self, table: BlockTable, num_pages: int) -> None:
+        """Take pages until `table` has `num_pages`, if it has fewer. Raise PageError as the class describes."""
+        num_missing = num_pages - table.num_pages
         if num_missing > 0:
-            if not holding.is_open:
-                raise PageError("the holding is closed")
+            if not table.is_open:
+                raise PageError("the block table is closed")
             taken_ids = self.take(num_missing)
             if taken_ids is not None:
-                assert holding.page_ids is not None
-                holding.page_ids += taken_ids
-            holding.num_pages = num_pages
+                assert table.page_ids is not None
+                table.page_ids += taken_ids
+            table.num_pages = num_pages
 
-    def shrink(self, holding: Holding, num_pages: int) -> None:
-        """Release the last pages until `holding` has `num_pages`, if it has more.
+    def shrink(self, table: BlockTable, num_pages: int) -> None:
+        """Release the last pages until `table` has `num_pages`, if it has more.
 
         Raise PageError as the class describes, and for a page that can be found.
         """
-        count = holding.num_pages - num_pages
+        count = table.num_pages - num_pages
         if count <= 0:
             return
-        if not holding.is_open:
-            raise PageError("the holding is closed")
-        if holding.path and holding.path[-1].end > num_pages:
-            raise PageError(f"{num_pages} pages to be left, and {holding.path[-1].end} can be found")
-        page_ids = holding.page_ids
+        if not table.is_open:
+            raise PageError("the block table is closed")
+        if table.path and table.path[-1].end > num_pages:
+            raise PageError(f"{num_pages} pages to be left, and {table.path[-1].end} can be found")
+        page_ids = table.page_ids
         given_ids = None
         if page_ids is not None:
             given_ids = page_ids[num_pages:]
             del page_ids[num_pages:]
-        holding.num_pages = num_pages
+        table.num_pages = num_pages
         self.give(count, given_ids)
 
-    def take_for(self, holding: Holding, num_tokens: int) -> None:
-        """Take the pages of the first `num_tokens` tokens, as far as `holding` does not have them."""
-        self.grow(holding, -(-num_tokens // holding.content.page_size))
+    def take_for(self, table: BlockTable, num_tokens: int) -> None:
+        """Take the pages of the first `num_tokens` tokens, as far as `table` does not have them."""
+        self.grow(table, -(-num_tokens // table.content.page_size))
 
-    def take_page(self, holding: Holding, page: int) -> None:
-        """Take the next page of `holding`; where pages are only counted, it is recorded at `close`."""
+    def take_page(self, table: BlockTable, page: int) -> None:
+        """Take the next page of `table`; where pages are only counted, it is recorded at `close`."""
         taken_ids = self.take(1)
         if taken_ids is not None:
-            assert holding.page_ids is not None
-            holding.page_ids.append(taken_ids[0])
-            holding.num_pages += 1
+            assert table.page_ids is not None
+            table.page_ids.append(taken_ids[0])
+            table.num_pages += 1
 
-    def take_due(self, holdings: Sequence[Holding]) -> None:
-        """Take the next page of each of `holdings` at once."""
-        taken_ids = self.take(len(holdings))
+    def take_due(self, tables: Sequence[BlockTable]) -> None:
+        """Take the next page of each of `tables` at once."""
+        taken_ids = self.take(len(tables))
         assert taken_ids is not None
-        for holding, page_id in zip(holdings, taken_ids, strict=True):
-            assert holding.page_ids is not None
-            holding.page_ids.append(page_id)
-            holding.num_pages += 1
+        for table, page_id in zip(tables, taken_ids, strict=True):
+            assert table.page_ids is not None
+            table.page_ids.append(page_id)
+            table.num_pages += 1
 
-    def stop_decoding(self, holding: Holding, num_pages: int) -> None:
-        """Record the pages of a decode, which its holding does not have where they are only counted."""
+    def stop_decoding(self, table: BlockTable, num_pages: int) -> None:
+        """Record the pages of a decode, which its block table does not have where they are only counted."""
         if not self._has_ids:
-            holding.num_pages = num_pages
+            table.num_pages = num_pages
 
-    def publish_pages(self, holding: Holding, num_full_pages: int) -> None:
+    def publish_pages(self, table: BlockTable, num_full_pages: int) -> None:
         """Make the first `num_full_pages` pages findable. Pages already findable stay as they are.
 
-        Raise PageError for a holding that is closed.
+        Raise PageError for a block table that is closed.
         """
-        if not holding.is_open:
-            raise PageError("the holding is closed")
+        if not table.is_open:
+            raise PageError("the block table is closed")
         self.num_published += 1
-        self.tree.extend(holding.path, holding.content, num_full_pages, holding.page_ids)
+        self.tree.extend(table.path, table.content, num_full_pages, table.page_ids)
 
-    def publish(self, holding: Holding, num_tokens: int) -> None:
+    def publish(self, table: BlockTable, num_tokens: int) -> None:
         """Make the full pages of the first `num_tokens` tokens findable, as far as their tokens are known.
 
         No other request can find a page of unknown tokens; its own can, once it has released the page.
         """
-        content = holding.content
+        content = table.content
         num_full = num_tokens // content.page_size
         if num_full > content.num_known_pages:
             num_full = content.num_known_pages
-        if not holding.is_open:
-            raise PageError("the holding is closed")
+        if not table.is_open:
+            raise PageError("the block table is closed")
         self.num_published += 1
-        self.tree.extend(holding.path, content, num_full, holding.page_ids)
+        self.tree.extend(table.path, content, num_full, table.page_ids)
 
-    def extend(self, holding: Holding, num_tokens: int, *, is_end: bool) -> None:
+    def extend(self, table: BlockTable, num_tokens: int, *, is_end: bool) -> None:
         """Take pages for the first `num_tokens` tokens and publish the full ones of known tokens."""
-        if not holding.is_open:
-            raise PageError("the holding is closed")
-        content = holding.content
+        if not table.is_open:
+            raise PageError("the block table is closed")
+        content = table.content
         page_size = content.page_size
         # `grow` and `publish`, inlined: this runs for every chunk.
         num_pages = -(-num_tokens // page_size)
-        num_missing = num_pages - holding.num_pages
+        num_missing = num_pages - table.num_pages
         if num_missing > 0:
             taken_ids = self.take(num_missing)
             if taken_ids is not None:
-                assert holding.page_ids is not None
-                holding.page_ids += taken_ids
-            holding.num_pages = num_pages
+                assert table.page_ids is not None
+                table.page_ids += taken_ids
+            table.num_pages = num_pages
         num_full = num_tokens // page_size
         if num_full > content.num_known_pages:
             num_full = content.num_known_pages
         self.num_published += 1
-        self.tree.extend(holding.path, content, num_full, holding.page_ids)
+        self.tree.extend(table.path, content, num_full, table.page_ids)
 
-    def settle(self, holding: Holding, num_tokens: int, num_in_flight: int = 0) -> None:
+    def free_skipped(self, table: BlockTable, num_tokens: int, num_in_flight: int = 0) -> None:
         """Release nothing: later tokens attend to every page."""
 
     def count(self) -> None:
         """Do nothing: the counts are always those of now."""
 
-    def close(self, holding: Holding, num_full_pages: int, num_pages: int) -> None:
+    def close(self, table: BlockTable, num_full_pages: int, num_pages: int) -> None:
         """Release everything: full pages become cached, deepest first, the rest empty.
 
         `num_pages` is the number that the request holds. With a pool that only counts, decoding requests take their
         pages in bulk, so the holding itself may have recorded fewer. Raise PageError as the class describes.
         """
-        path = holding.path
-        page_ids = holding.page_ids
-        num_known = holding.num_pages if page_ids is None else len(page_ids)
+        path = table.path
+        page_ids = table.page_ids
+        num_known = table.num_pages if page_ids is None else len(page_ids)
         # With ids, the ids are the pages; without, more pages may have been taken for it in bulk, but never fewer.
         if num_full_pages > num_pages or num_pages < num_known or (page_ids is not None and num_pages != num_known):
-            raise PageError(f"{num_pages} pages, {num_full_pages} of them full, and the holding has {num_known}")
+            raise PageError(f"{num_pages} pages, {num_full_pages} of them full, and the block table has {num_known}")
         tree = self.tree
         num_cached = tree.num_cached
         if num_pages - num_known > self.num_used:
             raise PageError(f"{num_pages} pages, and {self.num_used} are in use")
-        if not holding.is_open:
-            raise PageError("the holding is closed")
+        if not table.is_open:
+            raise PageError("the block table is closed")
         self.num_published += 1
-        tree.extend(path, holding.content, num_full_pages, page_ids)
+        tree.extend(path, table.content, num_full_pages, page_ids)
         num_findable = path[-1].end if path else 0
         if self._note_request is None:
             tree.release(path)
         else:
-            hints = holding.content.hints
+            hints = table.content.hints
             if self._reads_ranges and hints is not None and hints.retain:
-                self._release_parts(path, hints.parts(holding.content.page_size, num_findable))
+                self._release_parts(path, hints.parts(table.content.page_size, num_findable))
             else:
                 self._note_request(hints, self._now_ns)
                 tree.release(path)
@@ -363,8 +363,8 @@ class PageCache(Cache):
         num_released = tree.num_cached - num_cached + num_private
         self.num_free += num_released
         self.num_released += num_released
-        holding.path = []
-        holding.is_open = False
+        table.path = []
+        table.is_open = False
 
     def _release_parts(self, path: Path, parts: list[tuple[int, Hints]]) -> None:
         """Release `path` part by part; `parts`: the first page and the hints of each."""
@@ -382,8 +382,8 @@ class PageCache(Cache):
         """Return True: a check looks at the runs of the tree, not at its pages."""
         return True
 
-    def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[HeldPages] = ()) -> None:
-        """Assert laws L1, L2 and L3, given all holdings with their numbers of pages, and the pages of transfers."""
+    def check(self, tables: Iterable[tuple[BlockTable, int]], holds: Iterable[PinnedPages] = ()) -> None:
+        """Assert laws L1, L2 and L3, given all block tables with their numbers of pages, and the pages of transfers."""
         held: Counter[int] = Counter()
         transferred: Counter[int] = Counter()
         orphans: dict[int, Node] = {}
@@ -394,14 +394,14 @@ class PageCache(Cache):
                     if copy.is_orphan:
                         orphans[id(copy)] = copy
         num_private = 0
-        for holding, num_pages in holdings:
+        for table, num_pages in tables:
             position = None
-            for node in walk(holding.path):
+            for node in walk(table.path):
                 held[id(node)] += 1
                 assert position is None or node.end == position, f"L2: the path has a gap before page {position}"
                 position = node.start
             assert position in (None, 0), f"L2: the path begins at page {position}"
-            num_private += num_pages - (holding.path[-1].end if holding.path else 0)
+            num_private += num_pages - (table.path[-1].end if table.path else 0)
         num_referenced = num_cached = 0
         resident_ids: list[PageId] = []
         for node in orphans.values():
@@ -432,9 +432,9 @@ class PageCache(Cache):
             f"L1: {self.num_used} pages used, {num_referenced} referenced and {num_private} private"
         )
         if self._has_ids:
-            for holding, num_pages in holdings:
-                assert holding.page_ids is not None and len(holding.page_ids) == num_pages
-                resident_ids += holding.page_ids[holding.path[-1].end if holding.path else 0 :]
+            for table, num_pages in tables:
+                assert table.page_ids is not None and len(table.page_ids) == num_pages
+                resident_ids += table.page_ids[table.path[-1].end if table.path else 0 :]
             resident_ids += self.pool.empty_ids
             assert sorted(resident_ids) == list(range(self.pool.total)), "L1: a page is lost or has two owners"
 
@@ -468,13 +468,13 @@ class PageNeeds(Needs):
         """
         return self._tree.found_from <= num_pages
 
-    def to_run(self, holding: Holding, start: int, end: int) -> int:
-        """Return the pages that the first `end` tokens of `holding` lack."""
-        return -(-end // holding.content.page_size) - holding.num_pages
+    def to_run(self, table: BlockTable, start: int, end: int) -> int:
+        """Return the pages that the first `end` tokens of `table` lack."""
+        return -(-end // table.content.page_size) - table.num_pages
 
-    def to_finish(self, holding: Holding, num_tokens: int) -> int:
+    def to_finish(self, table: BlockTable, num_tokens: int) -> int:
         """Return the pages that `num_tokens` tokens lack."""
-        return -(-num_tokens // holding.content.page_size) - holding.num_pages
+        return -(-num_tokens // table.content.page_size) - table.num_pages
 
     def to_compute(self, num_known: int, page_size: int) -> int:
         """Return the pages of `num_known` tokens."""
@@ -502,16 +502,16 @@ class PageNeeds(Needs):
         end = match.num_pages
         return sum(min(node.end, end) - node.start for node in match.nodes if node.holds and not node.refs)
 
-    def freed_by(self, holdings: Iterable[tuple[Holding | None, int]]) -> Iterator[int]:
-        """Yield the number of pages that go out of use as each of `holdings`, with its pages, is closed in turn.
+    def freed_by(self, tables: Iterable[tuple[BlockTable | None, int]]) -> Iterator[int]:
+        """Yield the number of pages that go out of use as each of `tables`, with its pages, is closed in turn.
 
         Pages that transfers hold stay in use.
         """
         held: Counter[int] = Counter()
-        for holding, num_pages in holdings:
-            assert holding is not None
-            num_freed = num_pages - (holding.path[-1].end if holding.path else 0)
-            for node in walk(holding.path):
+        for table, num_pages in tables:
+            assert table is not None
+            num_freed = num_pages - (table.path[-1].end if table.path else 0)
+            for node in walk(table.path):
                 held[id(node)] += 1
                 if held[id(node)] == node.refs and not node.holds:
                     num_freed += node.end - node.start
@@ -526,15 +526,15 @@ class IncomingPages(Incoming):
     def __init__(self, cache: PageCache) -> None:
         self._cache = cache
 
-    def open_to_load(self, match: Match, num_known: int, on_device: Match) -> Holding:
+    def open_to_load(self, match: Match, num_known: int, on_device: Match) -> BlockTable:
         """Hold `match` and take the rest of the pages of `num_known` tokens."""
-        holding = self._cache.open(match)
-        self._cache.grow(holding, -(-num_known // match.content.page_size))
-        return holding
+        table = self._cache.open(match)
+        self._cache.grow(table, -(-num_known // match.content.page_size))
+        return table
 
-    def publish_loaded(self, holding: Holding, num_pages: int) -> None:
+    def publish_loaded(self, table: BlockTable, num_pages: int) -> None:
         """Make the first `num_pages` pages findable."""
-        self._cache.publish_pages(holding, num_pages)
+        self._cache.publish_pages(table, num_pages)
 
     def to_reserve(self, found: Match, num_known: int) -> int:
         """Return 0: a request has all pages of its known tokens, loaded or not."""
@@ -548,31 +548,31 @@ class IncomingPages(Incoming):
         """Return the pages of `num_known` tokens."""
         return -(-num_known // match.content.page_size)
 
-    def open_reserved(self, match: Match, found: Match, num_known: int, num_front: int) -> Holding:
+    def open_reserved(self, match: Match, found: Match, num_known: int, num_front: int) -> BlockTable:
         """Hold `match` and take the rest of the pages of `num_known` tokens."""
         return self.open_to_load(match, num_known, match)
 
-    def begin_front(self, holding: Holding, num_tokens: int, num_in_flight: int) -> None:
+    def begin_front(self, table: BlockTable, num_tokens: int, num_in_flight: int) -> None:
         """Release nothing: later tokens attend to every page."""
 
-    def extend_front(self, holding: Holding, num_tokens: int) -> None:
+    def extend_front(self, table: BlockTable, num_tokens: int) -> None:
         """Make the full pages of the first `num_tokens` tokens findable."""
-        self._cache.extend(holding, num_tokens, is_end=False)
+        self._cache.extend(table, num_tokens, is_end=False)
 
-    def arrive(self, holding: Holding, num_pages: int, end: int) -> bool:
+    def arrive(self, table: BlockTable, num_pages: int, end: int) -> bool:
         """Make the first `num_pages` pages findable. The request goes on after them, however many they are."""
-        self._cache.publish_pages(holding, num_pages)
+        self._cache.publish_pages(table, num_pages)
         return True
 
-    def end_promise(self, holding: Holding) -> None:
+    def end_promise(self, table: BlockTable) -> None:
         """Do nothing: the request has its pages."""
 
-    def begin_run(self, holding: Holding) -> None:
+    def begin_run(self, table: BlockTable) -> None:
         """Release nothing."""
 
-    def drop(self, holding: Holding) -> None:
+    def drop(self, table: BlockTable) -> None:
         """Release all pages; those that can be found stay cached."""
-        self._cache.close(holding, holding.num_named, holding.num_pages)
+        self._cache.close(table, table.num_named, table.num_pages)
 
     def held(self, found: Match, end: int) -> int:
         """Return the pages that were found or are loaded."""
@@ -586,9 +586,9 @@ class IncomingPages(Incoming):
         """Return the pages of `num_known` tokens that are not in use."""
         return self._cache.needs.to_admit(match, num_known, budget)
 
-    def to_go_on(self, holding: Holding, num_known: int, budget: int) -> int:
+    def to_go_on(self, table: BlockTable, num_known: int, budget: int) -> int:
         """Return the pages that `num_known` tokens lack."""
-        return max(0, self._cache.needs.to_finish(holding, num_known))
+        return max(0, self._cache.needs.to_finish(table, num_known))
 
     def num_sent(self, start: int, num_tokens: int, page_size: int) -> int:
         """Return the pages of `num_tokens` tokens from token `start` on."""
@@ -598,13 +598,13 @@ class IncomingPages(Incoming):
         """Return the pages that must be free to receive a prompt after `match`."""
         return self._cache.needs.to_admit(match, num_tokens, num_tokens)
 
-    def open_to_receive(self, match: Match, num_tokens: int) -> Holding:
+    def open_to_receive(self, match: Match, num_tokens: int) -> BlockTable:
         """Hold `match` and take the rest of the pages of `num_tokens` tokens."""
         return self.open_to_load(match, num_tokens, match)
 
-    def receive(self, holding: Holding, num_tokens: int) -> None:
+    def receive(self, table: BlockTable, num_tokens: int) -> None:
         """Make the full pages of the first `num_tokens` tokens findable."""
-        self._cache.publish(holding, num_tokens)
+        self._cache.publish(table, num_tokens)
 
 
 class LatePagesOfTree(LatePages):
@@ -619,16 +619,16 @@ class LatePagesOfTree(LatePages):
         """Call `publish` before pages are looked for."""
         self._tree.on_read = publish
 
-    def is_distinct(self, holding: Holding) -> bool:
-        """Return whether no other holding has the last findable page of `holding`, or a copy."""
-        if not holding.path:
+    def is_distinct(self, table: BlockTable) -> bool:
+        """Return whether no other block table has the last findable page of `table`, or a copy."""
+        if not table.path:
             return False
-        last = holding.path[-1]
+        last = table.path[-1]
         return last.refs == 1 and last.duplicates is None
 
-    def repeats(self, holding: Holding) -> bool:
-        """Return whether the next page of `holding` that becomes findable will be a copy of a resident one."""
-        return self._tree.has_after(holding.path, holding.content)
+    def repeats(self, table: BlockTable) -> bool:
+        """Return whether the next page of `table` that becomes findable will be a copy of a resident one."""
+        return self._tree.has_after(table.path, table.content)
 
 
 class OneGroupCache(PageCache):

@@ -12,7 +12,7 @@ same prompt computes its last token again, so it resumes after 12 pages: with an
 from __future__ import annotations
 
 from kvarts.core.kv.groups import GroupMemory
-from kvarts.core.kv.runs import RunHolding
+from kvarts.core.kv.runs import RunTable
 
 __all__ = ["Retained"]
 
@@ -40,15 +40,15 @@ class Retained:
         """Whether parts are retained at regular intervals, wherever a prompt ends."""
         return self._pages_between > 0
 
-    def ranges(self, index: int, holding: RunHolding, start: int, end: int) -> list[tuple[int, int]]:
-        """Return which of pages [start, end) of `holding` a group retains, as ranges in order.
+    def ranges(self, index: int, table: RunTable, start: int, end: int) -> list[tuple[int, int]]:
+        """Return which of pages [start, end) of `table` a group retains, as ranges in order.
 
         They are those before the page at which the same prompt resumes, before that at which it leaves another one,
         and before each multiple of the interval.
         """
         count, size = self.of_group[index], self._page_size
         assert count is not None
-        ends = {(holding.content.num_prompt_tokens - 1) // size, holding.branch // size}
+        ends = {(table.content.num_prompt_tokens - 1) // size, table.branch // size}
         if self._pages_between:
             first = start // self._pages_between + 1
             ends.update(range(first * self._pages_between, end + count, self._pages_between))

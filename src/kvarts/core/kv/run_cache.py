@@ -18,7 +18,7 @@ from kvarts.core.kv.eviction import EvictionOrder
 from kvarts.core.kv.groups import GroupMemory
 from kvarts.core.kv.pool import NO_IDS, IdPool, PageError, PageId, PageIds, are_all_once
 from kvarts.core.kv.retention import Retained
-from kvarts.core.kv.runs import NEVER, EvictionSlot, LruEntry, PartRun, RunHolding, RunMatch, Span, Stream
+from kvarts.core.kv.runs import NEVER, EvictionSlot, LruEntry, PartRun, RunMatch, RunTable, Span, Stream
 from kvarts.core.kv.span_tree import SpanTree
 
 __all__ = ["RunCache"]
@@ -98,7 +98,7 @@ class RunCache(RunAccount):
         )
         self.match = tree.match
 
-    # Holding and releasing --------------------------------------------------------------------------------
+    # BlockTable and releasing --------------------------------------------------------------------------------
 
     def next_in_order(self) -> LruEntry:
         """Return the next run to evict; in groups that keep all tokens, followers are evicted first if possible."""
@@ -129,14 +129,14 @@ class RunCache(RunAccount):
             self.decodes.catch_up(stream)
         run = stream.runs[0]
         if run.span is None:
-            self.name_told(stream.holding)
+            self.name_emitted(stream.table)
             run = stream.runs[0]
         self.emit_gone(run, stream.low, stream.low + 1, is_dropped=False)
 
-    def name_told(self, holding: RunHolding) -> None:
-        """Make pages of `holding` findable whose events were emitted before."""
-        if holding.num_told > holding.num_named:
-            self.publish_to(holding, holding.num_told)
+    def name_emitted(self, table: RunTable) -> None:
+        """Make pages of `table` findable whose events were emitted before."""
+        if table.num_emitted > table.num_named:
+            self.publish_to(table, table.num_emitted)
 
     def lost_holder(self, run: PartRun) -> None:
         """Reserve the place of `run` in the list if only stores hold it now.
@@ -151,26 +151,26 @@ class RunCache(RunAccount):
 
     # Sequences --------------------------------------------------------------------------------------------
 
-    def begin(self, content: Content, match: RunMatch) -> RunHolding:
+    def begin(self, content: Content, match: RunMatch) -> RunTable:
         """Begin a sequence with `match`; the cache must not have changed since it was made. `extend` may follow."""
         if self.note_request is not None:
             self.note_begin()
         length, tree = match.num_pages, self.tree
         if not length:
             match.root.num_users += 1
-            holding = RunHolding(content, match.root, 0, self.page_size, len(self.groups))
-            holding.branch = match.branch * self.page_size
-            return holding
+            table = RunTable(content, match.root, 0, self.page_size, len(self.groups))
+            table.branch = match.branch * self.page_size
+            return table
         found = tree.pieces(match)
         last = match.spans[-1]
-        holding = RunHolding(content, last, length, self.page_size, len(self.groups))
-        holding.branch = match.branch * self.page_size
+        table = RunTable(content, last, length, self.page_size, len(self.groups))
+        table.branch = match.branch * self.page_size
         last.num_users += 1
         for pieces in found:
             path: list[PartRun] = []
             for run, start, end in pieces:
                 path.append(run if run.start == start and run.end == end else run.cut(start, end))
-            self.hold_path(path, holding)
+            self.hold_path(path, table)
             if self.eviction_order is None and len(path) > 1:
                 # Windows of others that passed them page by page have left them in pieces.
                 for before, piece in pairwise(path):
@@ -178,107 +178,107 @@ class RunCache(RunAccount):
                         piece.join_held(before)
         if self.wants is not None and length <= content.num_known_pages:
             for index in self._bounded:
-                for run in holding.held[index]:
+                for run in table.held[index]:
                     self.wants.complete(content, index, run.start, run.end)
-        return holding
+        return table
 
-    def extend(self, holding: RunHolding, num_tokens: int, *, is_end: bool = False) -> None:
+    def extend(self, table: RunTable, num_tokens: int, *, is_end: bool = False) -> None:
         """Take the parts of tokens up to `num_tokens`, and make the pages that they fill findable.
 
         `is_end`: other sequences may continue from here: tails of windows are kept, and snapshots are made at the last
         page end up to there, during the computation, if the memory has room for them. The same happens at its branch.
         No sequence continues after a chunk of a sequence that has decoded.
         """
-        is_end = is_end and not holding.has_decoded
+        is_end = is_end and not table.has_decoded
         if self._of_states:
-            self.take_for(holding, num_tokens)  # all its pages first: they evict no snapshot of its own
-            branch = holding.branch
-            if holding.num_tokens < branch <= num_tokens:
-                self._grow(holding, branch, is_end=True, is_midway=True)
+            self.take_for(table, num_tokens)  # all its pages first: they evict no snapshot of its own
+            branch = table.branch
+            if table.num_tokens < branch <= num_tokens:
+                self._grow(table, branch, is_end=True, is_midway=True)
                 if branch == num_tokens:
                     return
             if is_end:
                 page_end = num_tokens - num_tokens % self.page_size
-                if page_end != num_tokens and page_end > holding.num_tokens:
-                    self._grow(holding, page_end, is_end, is_midway=True)
-        self._grow(holding, num_tokens, is_end)
+                if page_end != num_tokens and page_end > table.num_tokens:
+                    self._grow(table, page_end, is_end, is_midway=True)
+        self._grow(table, num_tokens, is_end)
 
-    def take_for(self, holding: RunHolding, num_tokens: int) -> None:
-        """Take the parts of tokens up to `num_tokens`, as far as `holding` does not have them."""
-        num_pages = -(-num_tokens // self.page_size) - holding.num_taken
+    def take_for(self, table: RunTable, num_tokens: int) -> None:
+        """Take the parts of tokens up to `num_tokens`, as far as `table` does not have them."""
+        num_pages = -(-num_tokens // self.page_size) - table.num_taken
         if num_pages > 0:
-            self.take_next(holding, num_pages)
-        self._take_states(holding)
+            self.take_next(table, num_pages)
+        self._take_states(table)
 
-    def _take_states(self, holding: RunHolding) -> None:
+    def _take_states(self, table: RunTable) -> None:
         for index in self._of_states:
-            if not holding.num_states[index]:
+            if not table.num_states[index]:
                 self.take(index, 1)
-                holding.num_states[index] = 1
-                holding.state_ids[index] = self.take_ids(index, 1)
+                table.num_states[index] = 1
+                table.state_ids[index] = self.take_ids(index, 1)
 
-    def take_next(self, holding: RunHolding, num_pages: int) -> None:
+    def take_next(self, table: RunTable, num_pages: int) -> None:
         """Take the parts of the next `num_pages` pages, which cannot be found yet; none of their tokens is computed."""
-        holding.num_taken += num_pages
+        table.num_taken += num_pages
         if num_pages > 1 and self._aligned:
             # A chunk that takes several pages begins with one, so none of the group is open.
             for index in self._in_every_page:
                 self.take(index, num_pages)
             for index in self._aligned:
                 self.take(index, 1)
-                holding.first_open[index] = holding.num_taken - 1
+                table.first_open[index] = table.num_taken - 1
         else:
             self.take_pages(num_pages)
         if self.blocks is not None:
             for index in self._of_tokens:
                 ids = self.take_ids(index, 1 if index in self._aligned else num_pages)
-                holding.open_ids[index] = holding.open_ids[index].with_more(ids)
+                table.open_ids[index] = table.open_ids[index].with_more(ids)
 
-    def drop_pages(self, holding: RunHolding, num_pages: int) -> None:
-        """Undo `take_next` for all but the first `num_pages` pages of `holding`."""
-        assert num_pages >= holding.num_named, "a page that can be found has no token"
-        count = holding.num_taken - num_pages
+    def drop_pages(self, table: RunTable, num_pages: int) -> None:
+        """Undo `take_next` for all but the first `num_pages` pages of `table`."""
+        assert num_pages >= table.num_named, "a page that can be found has no token"
+        count = table.num_taken - num_pages
         if count <= 0:
             return
-        holding.num_taken = num_pages
+        table.num_taken = num_pages
         for index in self._of_tokens:
             self.note_empty(index, count)
             if self.blocks is not None:
-                ids = holding.open_ids[index]
+                ids = table.open_ids[index]
                 at = len(ids) - count * self.part_blocks[index]
                 self.give_ids(ids.cut(max(0, at)))
 
-    def fill_page(self, holding: RunHolding, num_tokens: int) -> None:
+    def fill_page(self, table: RunTable, num_tokens: int) -> None:
         """Make the page that ends with `num_tokens` tokens findable; `take_next` took it."""
-        holding.num_tokens = num_tokens
-        self.publish_to(holding, num_tokens // self.page_size)
+        table.num_tokens = num_tokens
+        self.publish_to(table, num_tokens // self.page_size)
 
-    def settle(self, holding: RunHolding, num_tokens: int, num_in_flight: int = 0) -> None:
+    def free_skipped(self, table: RunTable, num_tokens: int, num_in_flight: int = 0) -> None:
         """Release the parts that no token from `num_tokens` on attends to; all tokens before are computed.
 
         `num_in_flight`: the last tokens before it, which attend to their parts in windows and chunks as well.
         """
-        holding.num_tokens = num_tokens
-        self.name_told(holding)
+        table.num_tokens = num_tokens
+        self.name_emitted(table)
         for index in self._less:
-            self.settle_group(holding, index, num_tokens if self._is_state[index] else num_tokens - num_in_flight)
-        if holding.is_decoding:
-            self.decodes.begin(holding)
+            self.free_skipped_in(table, index, num_tokens if self._is_state[index] else num_tokens - num_in_flight)
+        if table.is_decoding:
+            self.decodes.begin(table)
 
-    def settle_group(self, holding: RunHolding, index: int, num_tokens: int) -> None:
+    def free_skipped_in(self, table: RunTable, index: int, num_tokens: int) -> None:
         """Do the same in one group that does not keep all tokens."""
-        held = holding.held[index]
+        held = table.held[index]
         if self._is_state[index]:
             if held and held[0].end * self.page_size < num_tokens:
                 if self.events is not None:
-                    self.events.given_back(holding.content, index, held[0].end - 1, held[0].end)
-                holding.held[index] = []
-                self.release(index, held, holding, is_passed=True)
+                    self.events.given_back(table.content, index, held[0].end - 1, held[0].end)
+                table.held[index] = []
+                self.release(index, held, table, is_passed=True)
             return
         sink, first = self.tree.needed(index, num_tokens)
         if not first:
             return
-        if not (holding.first_open[index] < first or (held and held[0].start < first)):
+        if not (table.first_open[index] < first or (held and held[0].start < first)):
             return
         has_silent, at = self.decodes.num_silent > 0, 0
         given: list[PartRun] = []
@@ -292,11 +292,11 @@ class RunCache(RunAccount):
                 at += 1
                 continue
             if has_silent and len(run.holders) > 1:
-                self.decodes.end_holds(run, holding, first)
+                self.decodes.end_holds(run, table, first)
                 run = held[at]
             if run.end > first:
                 if given or not (self.only_counts and run.is_kept and run.is_private):
-                    given.append(run.give_head(first, holding))
+                    given.append(run.give_head(first, table))
                     break
                 head = run.split_off(first, [])  # as `release` does: this runs for every chunk
                 head.is_passed = True
@@ -305,16 +305,16 @@ class RunCache(RunAccount):
                 return
             del held[at]
             given.append(run)
-        if holding.first_open[index] < first:
-            self._give_open(holding, index, sink, first)
+        if table.first_open[index] < first:
+            self._give_open(table, index, sink, first)
         if given:
             given.reverse()
             if self.events is None:
-                self.release(index, given, holding, is_passed=True)
+                self.release(index, given, table, is_passed=True)
             else:
-                self._give_back(self.events, holding, index, given)
+                self._give_back(self.events, table, index, given)
 
-    def _give_back(self, events: RunEvents, holding: RunHolding, index: int, given: list[PartRun]) -> None:
+    def _give_back(self, events: RunEvents, table: RunTable, index: int, given: list[PartRun]) -> None:
         """Release `given`, the deepest run first, with an event for each stretch of consecutive runs.
 
         Stretches can be apart: those of states after chunks.
@@ -322,39 +322,39 @@ class RunCache(RunAccount):
         first = 0
         for end in range(1, len(given) + 1):
             if end == len(given) or given[end].end != given[end - 1].start:
-                events.given_back(holding.content, index, given[end - 1].start, given[first].end)
-                self.release(index, given[first:end], holding, is_passed=True)
+                events.given_back(table.content, index, given[end - 1].start, given[first].end)
+                self.release(index, given[first:end], table, is_passed=True)
                 first = end
 
-    def _give_open(self, holding: RunHolding, index: int, sink: int, first: int) -> None:
+    def _give_open(self, table: RunTable, index: int, sink: int, first: int) -> None:
         """Release pages before `first` that cannot be found; they are listed if the sequence may find them again.
 
         Blocks with ids become empty: accepted drafts filled these pages, and the window has passed them at once. So do
         parts that are not retained.
         """
-        start = holding.first_open[index]
+        start = table.first_open[index]
         if self.blocks is not None or self.sparse[index]:
             if start >= sink:  # else they are released once they can be found
                 if self.events is not None and self.sparse[index]:
-                    self.events.given_back(holding.content, index, start, first)
+                    self.events.given_back(table.content, index, start, first)
                 self.note_empty(index, first - start)
                 at = (first - start) * self.part_blocks[index]
-                self.give_ids(holding.open_ids[index].take_first(at))
-                holding.first_open[index] = first
+                self.give_ids(table.open_ids[index].take_first(at))
+                table.first_open[index] = first
             return
         assert self.events is None, "a page with events is findable as soon as it is full"
         if start < sink:
-            run = PartRun(index, None, start, sink, [holding], is_kept=self._kept[index])
-            holding.held[index].append(run)
-            holding.given.append(run)
+            run = PartRun(index, None, start, sink, [table], is_kept=self._kept[index])
+            table.held[index].append(run)
+            table.given.append(run)
             start = sink
-        holding.first_open[index] = first
+        table.first_open[index] = first
         if start >= first:
             return
         if self._kept[index]:
             run = PartRun(index, None, start, first, [], is_kept=True)
             run.is_passed = True
-            holding.given.append(run)
+            table.given.append(run)
             self.append(run)
             self.note_cached(index, first - start)
         else:
@@ -369,13 +369,13 @@ class RunCache(RunAccount):
                     num_bytes += (end - start) * self.part_bytes[index]
         return num_bytes
 
-    def keep(self, holding: RunHolding, change: int) -> int:
-        """Record that `holding` is kept for later once more (1) or less (-1).
+    def keep(self, table: RunTable, change: int) -> int:
+        """Record that `table` is kept for later once more (1) or less (-1).
 
         Return the bytes of its parts that nothing kept before, or that nothing keeps any more.
         """
         num_bytes = 0
-        for index, runs in enumerate(holding.held):
+        for index, runs in enumerate(table.held):
             for run in runs:
                 least = min(run.keeps, run.keeps + change)
                 assert least >= 0, "a part was kept less often"
@@ -383,18 +383,18 @@ class RunCache(RunAccount):
                 run.keeps += change
         return num_bytes
 
-    def missing_state_bytes(self, holding: RunHolding) -> int:
-        """Return the bytes of the states that `holding` does not have yet."""
-        return sum([self.part_bytes[index] for index in self._of_states if not holding.num_states[index]])
+    def missing_state_bytes(self, table: RunTable) -> int:
+        """Return the bytes of the states that `table` does not have yet."""
+        return sum([self.part_bytes[index] for index in self._of_states if not table.num_states[index]])
 
-    def missing_bytes(self, holding: RunHolding, num_new: int) -> int:
-        """Return the bytes that the next `num_new` tokens need and `holding` does not have."""
-        num_pages = -(-(holding.num_tokens + num_new) // self.page_size) - holding.num_taken
+    def missing_bytes(self, table: RunTable, num_new: int) -> int:
+        """Return the bytes that the next `num_new` tokens need and `table` does not have."""
+        num_pages = -(-(table.num_tokens + num_new) // self.page_size) - table.num_taken
         num_bytes = self.page_bytes * num_pages
         for index in self._aligned:
             num_bytes -= self.part_bytes[index] * max(0, num_pages - 1)
         for index in self._of_states:
-            if not holding.num_states[index]:
+            if not table.num_states[index]:
                 num_bytes += self.part_bytes[index]
         return num_bytes
 
@@ -408,23 +408,23 @@ class RunCache(RunAccount):
             for content, start, stop in self.computed
         )
 
-    def held_bytes(self, holding: RunHolding) -> int:
-        """Return the bytes of all parts of `holding`, including those that others hold."""
-        return self._freed_bytes(holding, None)
+    def held_bytes(self, table: RunTable) -> int:
+        """Return the bytes of all parts of `table`, including those that others hold."""
+        return self._freed_bytes(table, None)
 
-    def freed_by(self, holdings: Iterable[RunHolding]) -> Iterator[int]:
-        """Yield the number of bytes that go out of use as each of `holdings` is closed in turn."""
+    def freed_by(self, tables: Iterable[RunTable]) -> Iterator[int]:
+        """Yield the number of bytes that go out of use as each of `tables` is closed in turn."""
         held: dict[int, int] = {}
-        for holding in holdings:
-            yield self._freed_bytes(holding, held)
+        for table in tables:
+            yield self._freed_bytes(table, held)
 
-    def _freed_bytes(self, holding: RunHolding, held: dict[int, int] | None) -> int:
-        """Return the bytes of `holding`; with `held`, which counts holders, only of parts that no others hold."""
+    def _freed_bytes(self, table: RunTable, held: dict[int, int] | None) -> int:
+        """Return the bytes of `table`; with `held`, which counts holders, only of parts that no others hold."""
         num_bytes = 0
-        for index, runs in enumerate(holding.held):
-            count = self._num_private(holding, index)
+        for index, runs in enumerate(table.held):
+            count = self._num_private(table, index)
             if held is not None and self.decodes.num_silent:
-                self.decodes.catch_up_others(holding, index)
+                self.decodes.catch_up_others(table, index)
             for run in runs:
                 if held is not None:
                     held[id(run)] = held.get(id(run), 0) + 1
@@ -434,100 +434,100 @@ class RunCache(RunAccount):
             num_bytes += count * self.part_bytes[index]
         return num_bytes
 
-    def _num_private(self, holding: RunHolding, index: int) -> int:
-        """Return how many parts of a group `holding` has outside of runs; its runs are brought up to date."""
-        stream = holding.streams[index]
+    def _num_private(self, table: RunTable, index: int) -> int:
+        """Return how many parts of a group `table` has outside of runs; its runs are brought up to date."""
+        stream = table.streams[index]
         if stream is not None:
             self.decodes.catch_up(stream)
         if self._is_state[index]:
-            return holding.num_states[index]
-        num_taken = holding.num_taken
-        if holding.is_decoding:
-            num_taken = -(-(holding.base + self.decodes.step) // self.page_size)
-        return num_taken - holding.first_open[index]
+            return table.num_states[index]
+        num_taken = table.num_taken
+        if table.is_decoding:
+            num_taken = -(-(table.base + self.decodes.step) // self.page_size)
+        return num_taken - table.first_open[index]
 
-    def close(self, holding: RunHolding, num_full_pages: int, num_taken: int | None = None) -> None:
+    def close(self, table: RunTable, num_full_pages: int, num_taken: int | None = None) -> None:
         """Release everything, group by group, the deepest part first: findable parts become cached, the rest empty.
 
-        `num_taken`: the pages for which a decode has taken parts. Raise PageError for a holding that is closed.
+        `num_taken`: the pages for which a decode has taken parts. Raise PageError for a block table that is closed.
         """
-        if not holding.is_open:
-            raise PageError("the holding is closed")
-        ended: list[tuple[RunHolding, int]] = []
-        if holding.is_decoding:
-            ended = self.decodes.leave(holding)
+        if not table.is_open:
+            raise PageError("the block table is closed")
+        ended: list[tuple[RunTable, int]] = []
+        if table.is_decoding:
+            ended = self.decodes.leave(table)
             assert num_taken is not None
-            holding.num_taken = num_taken
-        if num_full_pages > holding.num_named:
-            self.publish_to(holding, num_full_pages)
-        holding.num_tokens = num_full_pages * self.page_size
+            table.num_taken = num_taken
+        if num_full_pages > table.num_named:
+            self.publish_to(table, num_full_pages)
+        table.num_tokens = num_full_pages * self.page_size
         if self._bounded and not (self._keeps_all and self.wants is None):
-            self.keep_tails(holding, num_full_pages)
-        if holding.swapped_tokens:
-            self._keep_state(holding)
-        for index, held in enumerate(holding.held):
-            num_open = holding.num_taken - holding.first_open[index]
-            num_unnamed = holding.num_states[index] if self._is_state[index] else num_open
+            self.keep_tails(table, num_full_pages)
+        if table.swapped_tokens:
+            self._keep_state(table)
+        for index, held in enumerate(table.held):
+            num_open = table.num_taken - table.first_open[index]
+            num_unnamed = table.num_states[index] if self._is_state[index] else num_open
             if num_unnamed:
                 self.note_empty(index, num_unnamed)
                 if self.blocks is not None:
-                    self.give_ids(holding.open_ids[index].with_more(holding.state_ids[index]))
-                    holding.open_ids[index] = holding.state_ids[index] = NO_IDS
+                    self.give_ids(table.open_ids[index].with_more(table.state_ids[index]))
+                    table.open_ids[index] = table.state_ids[index] = NO_IDS
             if held:
                 held.reverse()
-                holding.held[index] = []
-                self.release(index, held, holding)
+                table.held[index] = []
+                self.release(index, held, table)
         for other, index in ended:
             self.decodes.begin_group(other, index)
-        last = holding.last
+        last = table.last
         last.num_users -= 1
         if not last.num_users:
             last.prune()
-        holding.is_open = False
+        table.is_open = False
 
-    def _grow(self, holding: RunHolding, num_tokens: int, is_end: bool, *, is_midway: bool = False) -> None:
+    def _grow(self, table: RunTable, num_tokens: int, is_end: bool, *, is_midway: bool = False) -> None:
         """Take the parts of tokens up to `num_tokens`. `is_end`: as of `extend`; `is_midway`: the prompt is longer."""
         page_size = self.page_size
-        num_pages = -(-num_tokens // page_size) - holding.num_taken
+        num_pages = -(-num_tokens // page_size) - table.num_taken
         if num_pages > 0:
             if self._aligned or self.blocks is not None:
-                self.take_next(holding, num_pages)
+                self.take_next(table, num_pages)
             else:
-                holding.num_taken += num_pages
+                table.num_taken += num_pages
                 self.take_pages(num_pages)
         if self._of_states:
-            self._take_states(holding)
-        holding.num_tokens = num_tokens
+            self._take_states(table)
+        table.num_tokens = num_tokens
         end = num_tokens // page_size
-        if end > holding.num_named:
-            self.publish_to(holding, end)
+        if end > table.num_named:
+            self.publish_to(table, end)
         if is_end:
             if self._bounded and not (self._keeps_all and self.wants is None):
-                self.keep_tails(holding, end, is_prompt=end * page_size == num_tokens and not is_midway)
+                self.keep_tails(table, end, is_prompt=end * page_size == num_tokens and not is_midway)
             if self._of_states and not num_tokens % page_size:
-                self._keep_snapshots(holding)
+                self._keep_snapshots(table)
 
-    def publish_to(self, holding: RunHolding, end: int) -> None:
+    def publish_to(self, table: RunTable, end: int) -> None:
         """Make parts of full pages up to `end` findable, both held and released ones."""
-        start = holding.num_named
-        if start < holding.content.num_known_pages:
+        start = table.num_named
+        if start < table.content.num_known_pages:
             self.num_published += 1
         if self.wants is not None:
-            self.wants.computes(holding, start)
+            self.wants.computes(table, start)
         if self._by_page >= 0 and not self.sparse[self._by_page]:
-            self.computed.append((holding.content, holding.first_open[self._by_page], end))
-        spans = self.tree.extend(holding, end)
-        if holding.given:
-            for given in holding.given:
-                self._place(given, spans, holding.content, holding.num_told)
-            holding.given = []
+            self.computed.append((table.content, table.first_open[self._by_page], end))
+        spans = self.tree.extend(table, end)
+        if table.given:
+            for given in table.given:
+                self._place(given, spans, table.content, table.num_emitted)
+            table.given = []
         events, has_ids = self.events, self.blocks is not None
         ids: PageIds | None = None
-        first_open, num_told = holding.first_open, holding.num_told
-        all_held, all_kept, streams = holding.held, self._kept, holding.streams
+        first_open, num_emitted = table.first_open, table.num_emitted
+        all_held, all_kept, streams = table.held, self._kept, table.streams
         for index in self._of_tokens:
             if self.sparse[index]:
-                self._publish_retained(holding, index, end, spans)
+                self._publish_retained(table, index, end, spans)
                 continue
             held, first = all_held[index], first_open[index]
             first_open[index] = end
@@ -536,15 +536,15 @@ class RunCache(RunAccount):
                     continue
                 begin = first if first > span_start else span_start
                 siblings = span.parts[index]
-                if events is not None and stop > num_told:
-                    untold = begin if begin > num_told else num_told
+                if events is not None and stop > num_emitted:
+                    untold = begin if begin > num_emitted else num_emitted
                     if untold >= self.tree.first_new:
-                        events.came_new(holding.content, index, span, untold, stop)
+                        events.came_new(table.content, index, span, untold, stop)
                     else:
-                        events.came(holding.content, index, span, untold, stop)
+                        events.came(table.content, index, span, untold, stop)
                 if has_ids:
                     at = (stop - begin) * self.part_blocks[index]
-                    ids = holding.open_ids[index].take_first(at)
+                    ids = table.open_ids[index].take_first(at)
                 if siblings and held:
                     last = held[-1]
                     # No copy of these pages may be younger than a run that is extended. Nor is the sink extended by
@@ -556,53 +556,53 @@ class RunCache(RunAccount):
                             if ids is not None:
                                 last.ids.extend(ids)
                             continue
-                run = PartRun(index, span, begin, stop, [holding], is_kept=all_kept[index], ids=ids)
+                run = PartRun(index, span, begin, stop, [table], is_kept=all_kept[index], ids=ids)
                 siblings.append(run)
                 held.append(run)
                 if streams[index] is not None:
                     span.is_moving = True
-        if events is not None and end > num_told:
-            events.told()
-        if self.wants is not None and start < (known_end := min(end, holding.content.num_known_pages)):
+        if events is not None and end > num_emitted:
+            events.flush()
+        if self.wants is not None and start < (known_end := min(end, table.content.num_known_pages)):
             for index in self._stored_whole:
-                self.wants.complete(holding.content, index, start, known_end)
+                self.wants.complete(table.content, index, start, known_end)
 
-    def _publish_retained(
-        self, holding: RunHolding, index: int, end: int, spans: Sequence[tuple[Span, int, int]]
-    ) -> None:
+    def _publish_retained(self, table: RunTable, index: int, end: int, spans: Sequence[tuple[Span, int, int]]) -> None:
         """Make those parts of full pages up to `end` findable that a group retains.
 
         Parts of a window after them stay open, since no later one may be retained.
         """
-        retained, held, page = self._retained, holding.held[index], holding.first_open[index]
+        retained, held, page = self._retained, table.held[index], table.first_open[index]
         assert retained is not None
-        ranges = retained.ranges(index, holding, page, end)
+        ranges = retained.ranges(index, table, page, end)
         if self.groups[index].has_states_by_page:
             last = end
         elif ranges:
             last = ranges[-1][1]
         else:
             return
-        holding.first_open[index] = last
+        table.first_open[index] = last
         for begin, stop in (*ranges, (last, last)):
             for first, after, is_kept in ((page, begin, False), (begin, stop, True)):
                 if first >= after:
                     continue
                 ids = NO_IDS
                 if self.blocks is not None:
-                    ids = holding.open_ids[index].take_first((after - first) * self.part_blocks[index])
-                run = PartRun(index, None, first, after, [holding], is_kept=is_kept, ids=ids)
+                    ids = table.open_ids[index].take_first((after - first) * self.part_blocks[index])
+                run = PartRun(index, None, first, after, [table], is_kept=is_kept, ids=ids)
                 held.append(run)
                 if is_kept:
-                    self._place(run, spans, holding.content, holding.num_told)
+                    self._place(run, spans, table.content, table.num_emitted)
                     if index == self._by_page:
-                        self.computed.append((holding.content, first, after))
+                        self.computed.append((table.content, first, after))
             page = stop
 
-    def _place(self, run: PartRun, spans: Sequence[tuple[Span, int, int]], content: Content, num_told: int = 0) -> None:
+    def _place(
+        self, run: PartRun, spans: Sequence[tuple[Span, int, int]], content: Content, num_emitted: int = 0
+    ) -> None:
         """Make `run` of a sequence with `content` findable; `spans` cover its pages, each those up to its last number.
 
-        Pages that its stream has evicted are left out. The events of its first `num_told` pages were emitted before.
+        Pages that its stream has evicted are left out. The events of its first `num_emitted` pages were emitted before.
         """
         stream = run.stream
         if stream is not None and not stream.trim(run):
@@ -613,7 +613,7 @@ class RunCache(RunAccount):
             if run.start >= end:
                 continue
             piece = run if run.end <= end else run.split(end)
-            if self.events is not None and piece.start >= num_told:
+            if self.events is not None and piece.start >= num_emitted:
                 self.events.came(content, run.group, span, piece.start, piece.end)
             piece.span = span
             span.parts[run.group].append(piece)
@@ -622,13 +622,13 @@ class RunCache(RunAccount):
             if piece is run:
                 break
 
-    def keep_tails(self, holding: RunHolding, num_pages: int, *, is_prompt: bool = False) -> None:
+    def keep_tails(self, table: RunTable, num_pages: int, *, is_prompt: bool = False) -> None:
         """Mark the parts that the token after the last full page attends to.
 
         `is_prompt`: that page is the last of a prompt. The same prompt computes its last token again, so it continues
         a page earlier; the parts that it needs there are marked as well.
         """
-        wants = self.wants if num_pages <= holding.content.num_known_pages else None
+        wants = self.wants if num_pages <= table.content.num_known_pages else None
         if self._keeps_all and wants is None:
             return
         for index in self._bounded:
@@ -640,7 +640,7 @@ class RunCache(RunAccount):
                 _, first = self.tree.needed(index, (num_pages - 1) * self.page_size)
                 if first < sink:
                     first = sink
-            held = holding.held[index]
+            held = table.held[index]
             for page in (sink, first, end):
                 for run in held:
                     if run.start < page < run.end:
@@ -652,56 +652,56 @@ class RunCache(RunAccount):
             if wants is not None:
                 # The window of the last chunk may have passed the first of these pages: others may find them still.
                 if sink:
-                    wants.complete(holding.content, index, 0, sink)
+                    wants.complete(table.content, index, 0, sink)
                 if first < end:
-                    wants.complete(holding.content, index, first, end)
+                    wants.complete(table.content, index, first, end)
 
-    def _keep_snapshots(self, holding: RunHolding) -> None:
+    def _keep_snapshots(self, table: RunTable) -> None:
         """Copy the states to separate parts, where such parts do not exist yet and fit."""
-        span, page = self.tree.last_of(holding), holding.num_named
+        span, page = self.tree.last_of(table), table.num_named
         missing = [index for index in self._of_states if not any(run.end == page for run in span.parts[index])]
         if sum(self.part_bytes[index] for index in missing) > self.room_bytes:
             return
         self.num_published += 1
         for index in missing:
             self.take(index, 1)
-            run = self._add_snapshot(holding, index, span, self.take_ids(index, 1))
+            run = self._add_snapshot(table, index, span, self.take_ids(index, 1))
             if self.blocks is not None:
-                holding.snapshots.append((holding.num_tokens, run))
+                table.snapshots.append((table.num_tokens, run))
             if self.wants is not None:
                 self.wants.computes(run, page - 1)
-                if page <= holding.content.num_known_pages:
-                    self.wants.complete(holding.content, index, page - 1, page)
-            self.release(index, (run,), holding)  # a copy that nothing holds
+                if page <= table.content.num_known_pages:
+                    self.wants.complete(table.content, index, page - 1, page)
+            self.release(index, (run,), table)  # a copy that nothing holds
 
-    def _add_snapshot(self, holding: RunHolding, index: int, span: Span, ids: PageIds) -> PartRun:
-        """Return a snapshot of `holding` after its last full page, which is in `span`."""
-        page = holding.num_named
-        run = PartRun(index, span, page - 1, page, [holding], is_kept=True, ids=ids)
+    def _add_snapshot(self, table: RunTable, index: int, span: Span, ids: PageIds) -> PartRun:
+        """Return a snapshot of `table` after its last full page, which is in `span`."""
+        page = table.num_named
+        run = PartRun(index, span, page - 1, page, [table], is_kept=True, ids=ids)
         if self.events is not None:
-            self.events.came(holding.content, index, span, page - 1, page)
-            self.events.told()
+            self.events.came(table.content, index, span, page - 1, page)
+            self.events.flush()
         span.parts[index].append(run)
         return run
 
-    def _keep_state(self, holding: RunHolding) -> None:
+    def _keep_state(self, table: RunTable) -> None:
         """Make the states of a sequence that is about to be closed findable after its last full page.
 
         They are of more tokens than that page ends with, `swapped_tokens` of its content, and nothing else can find
         them. With a snapshot at that page, they are not kept.
         """
-        span, page = self.tree.last_of(holding), holding.num_named
+        span, page = self.tree.last_of(table), table.num_named
         snapshots = [run for index in self._of_states for run in span.parts[index] if run.end == page]
         if snapshots:
-            holding.content.swapped_tokens = page * self.page_size
+            table.content.swapped_tokens = page * self.page_size
             for run in snapshots:
                 run.is_kept = True  # the last preemption may have made it
             return
-        holding.content.swapped_tokens = holding.swapped_tokens
+        table.content.swapped_tokens = table.swapped_tokens
         for index in self._of_states:
-            run = self._add_snapshot(holding, index, span, holding.state_ids[index])
-            holding.num_states[index], holding.state_ids[index] = 0, NO_IDS
-            holding.held[index].append(run)
+            run = self._add_snapshot(table, index, span, table.state_ids[index])
+            table.num_states[index], table.state_ids[index] = 0, NO_IDS
+            table.held[index].append(run)
 
     def drop_state(self, content: Content, page: int) -> None:
         """Drop the snapshots before `page` of a request that has resumed; those that it holds when it releases them."""
@@ -717,7 +717,7 @@ class RunCache(RunAccount):
                     continue
                 if self.events is not None:
                     self.events.goes(run, run.start, run.end, is_dropped=True)
-                    self.events.told()
+                    self.events.flush()
                 run.unlist()
                 self.note_used(index, 1)
                 self.note_empty(index, 1)
@@ -727,7 +727,7 @@ class RunCache(RunAccount):
 
     # Loads and stores ----------------------------------------------------------------------------------------
 
-    def begin_load(self, content: Content, match: RunMatch, first: int = 0) -> RunHolding:
+    def begin_load(self, content: Content, match: RunMatch, first: int = 0) -> RunTable:
         """Begin a sequence after `match`: hold the device's parts, and take parts for the rest, which a load fills.
 
         The parts must fit. They cannot be found before `arrive`. Parts before page `first` are left out: `join_front`
@@ -735,7 +735,7 @@ class RunCache(RunAccount):
         """
         self.note_begin()
         last = match.spans[-1] if match.spans else match.root
-        holding = RunHolding(content, last, match.num_pages, self.page_size, len(self.groups))
+        table = RunTable(content, last, match.num_pages, self.page_size, len(self.groups))
         last.num_users += 1
         assert match.pieces is not None
         from_first = match.pieces
@@ -745,11 +745,11 @@ class RunCache(RunAccount):
             ]
         resident: list[list[PartRun]] = []
         for index, pieces in enumerate(from_first):
-            self.hold_path([run.cut(start, end) for run, start, end in pieces if run.list_index == index], holding)
-            resident.append(holding.held[index])
+            self.hold_path([run.cut(start, end) for run, start, end in pieces if run.list_index == index], table)
+            resident.append(table.held[index])
         if not match.spans:  # pages that only a shared tier has
-            holding.num_named = 0
-            self.tree.extend(holding, match.num_pages)
+            table.num_named = 0
+            self.tree.extend(table, match.num_pages)
         for index, pieces in enumerate(from_first):
             num_missing = sum(end - start for run, start, end in pieces if run.list_index != index)
             if not num_missing:
@@ -768,11 +768,11 @@ class RunCache(RunAccount):
                     before.end = end
                     before.ids.extend(own)
                 else:
-                    held.append(PartRun(index, None, start, end, [holding], is_kept=False, ids=own))
-            holding.held[index] = held
-        return holding
+                    held.append(PartRun(index, None, start, end, [table], is_kept=False, ids=own))
+            table.held[index] = held
+        return table
 
-    def join_front(self, front: RunHolding, loaded: RunHolding) -> None:
+    def join_front(self, front: RunTable, loaded: RunTable) -> None:
         """Move the full pages of `front`, a sequence of the pages before, to `loaded`; its other parts become empty."""
         self.drop_pages(front, front.num_named)
         for index, held in enumerate(front.held):
@@ -785,15 +785,15 @@ class RunCache(RunAccount):
             front.last.prune()
         front.is_open = False
 
-    def arrive(self, holding: RunHolding, ends: Sequence[int]) -> None:
-        """Make the parts of `holding` findable that a load has filled: by group, those before page `ends[index]`."""
+    def arrive(self, table: RunTable, ends: Sequence[int]) -> None:
+        """Make the parts of `table` findable that a load has filled: by group, those before page `ends[index]`."""
         spans: list[tuple[Span, int, int]] = []
-        span: Span | None = self.tree.last_of(holding)
+        span: Span | None = self.tree.last_of(table)
         while span is not None:
             spans.append((span, span.start, span.end))
             span = span.parent
         spans.reverse()
-        for index, held in enumerate(holding.held):
+        for index, held in enumerate(table.held):
             for run in tuple(held):
                 if run.span is not None or run.start >= ends[index]:
                     continue
@@ -801,63 +801,63 @@ class RunCache(RunAccount):
                     run = run.split(ends[index])  # noqa: PLW2901
                 self.num_published += 1
                 run.is_kept = True
-                self._place(run, spans, holding.content)
+                self._place(run, spans, table.content)
         if self.events is not None:
-            self.events.told()
+            self.events.flush()
 
-    def begin_to_receive(self, content: Content, match: RunMatch, num_tokens: int) -> RunHolding:
+    def begin_to_receive(self, content: Content, match: RunMatch, num_tokens: int) -> RunTable:
         """Begin a sequence whose first `num_tokens` tokens are computed elsewhere: hold `match`, and take other parts.
 
         They are those with which the last token is computed again, and must fit. They cannot be found before `receive`.
         """
-        holding = self.begin(content, match)
+        table = self.begin(content, match)
         start, num_pages = match.num_pages, -(-num_tokens // self.page_size)
         seen: list[tuple[int, int]] = []
         for index, group in enumerate(self.groups):
             sink, first = self.tree.needed(index, num_tokens - 1)
             seen.append((sink, first))
             if not group.is_state:
-                holding.first_open[index] = max(start, first)  # nothing is taken of pages in between
+                table.first_open[index] = max(start, first)  # nothing is taken of pages in between
             if group.is_state or group.is_bounded:
-                self.settle_group(holding, index, num_tokens - 1)
+                self.free_skipped_in(table, index, num_tokens - 1)
         for index, group in enumerate(self.groups):
             if group.is_state:
                 self.take(index, 1)
-                holding.num_states[index] = 1
-                holding.state_ids[index] = self.take_ids(index, 1)
+                table.num_states[index] = 1
+                table.state_ids[index] = self.take_ids(index, 1)
                 continue
             sink, first = seen[index]
             if start < sink:
                 self.take(index, sink - start)
                 ids = self.take_ids(index, sink - start)
-                holding.held[index].append(PartRun(index, None, start, sink, [holding], is_kept=False, ids=ids))
-            num_open = num_pages - holding.first_open[index]
+                table.held[index].append(PartRun(index, None, start, sink, [table], is_kept=False, ids=ids))
+            num_open = num_pages - table.first_open[index]
             self.take(index, num_open)
-            holding.open_ids[index] = self.take_ids(index, num_open)
-        holding.num_taken = num_pages
-        holding.num_tokens = num_tokens
-        return holding
+            table.open_ids[index] = self.take_ids(index, num_open)
+        table.num_taken = num_pages
+        table.num_tokens = num_tokens
+        return table
 
-    def receive(self, holding: RunHolding) -> None:
-        """Make the full pages of `holding` findable: all of its tokens have arrived."""
-        num_full = holding.num_tokens // self.page_size
-        if num_full > holding.num_named:
-            self.fill_page(holding, holding.num_tokens)
-            self.arrive(holding, [num_full] * len(self.groups))
-        self.keep_tails(holding, num_full)
+    def receive(self, table: RunTable) -> None:
+        """Make the full pages of `table` findable: all of its tokens have arrived."""
+        num_full = table.num_tokens // self.page_size
+        if num_full > table.num_named:
+            self.fill_page(table, table.num_tokens)
+            self.arrive(table, [num_full] * len(self.groups))
+        self.keep_tails(table, num_full)
 
-    def unhold(self, holding: RunHolding, *, go_first: bool) -> None:
+    def unhold(self, table: RunTable, *, go_first: bool) -> None:
         """End the hold of a store on one run: unused parts are evicted last, or next with `go_first`.
 
         The last page is evicted before the others.
         """
         if not go_first:
-            self.release_all(holding, range(len(self.groups)))
+            self.release_all(table, range(len(self.groups)))
             return
-        for index, held in enumerate(holding.held):
-            holding.held[index] = []
+        for index, held in enumerate(table.held):
+            table.held[index] = []
             for run in held:
-                self.release(index, (run,), holding)
+                self.release(index, (run,), table)
                 if run.is_listed:  # else others hold it, or nothing keeps it, and it is empty
                     self.move_first(run)
 
@@ -870,7 +870,7 @@ class RunCache(RunAccount):
                 for run in runs:
                     yield index, span.content, run.start, run.end, len(run.holders)
 
-    def check(self, holdings: Sequence[RunHolding], taken_ids: Sequence[Sequence[PageId]] = ()) -> None:
+    def check(self, tables: Sequence[RunTable], taken_ids: Sequence[Sequence[PageId]] = ()) -> None:
         """Assert that bytes are conserved, and that runs are held exactly as often as sequences record.
 
         `taken_ids`: the blocks that were taken by `take_blocks`, in several lists.
@@ -878,16 +878,16 @@ class RunCache(RunAccount):
         groups = self.groups
         used, cached = [0] * len(groups), self.listed_counts()
         held: dict[int, int] = {}
-        private = [[self._num_private(holding, index) for index in range(len(groups))] for holding in holdings]
-        for holding, of_groups in zip(holdings, private, strict=True):
-            for index, runs in enumerate(holding.held):
+        private = [[self._num_private(table, index) for index in range(len(groups))] for table in tables]
+        for table, of_groups in zip(tables, private, strict=True):
+            for index, runs in enumerate(table.held):
                 used[index] += of_groups[index]
                 for run in runs:
                     count = held.get(id(run), 0)
                     held[id(run)] = count + 1
                     if not count:
                         used[index] += run.end - run.start
-                    assert holding in run.holders, "L2: a part is held, and does not say so"
+                    assert table in run.holders, "L2: a part is held, and does not say so"
                     assert run.span is None or run in run.span.parts[index], "L1: a part in use cannot be found"
         for span in self.tree.every():
             assert span.parent is not None and span.parent.end == span.start, (
@@ -909,16 +909,16 @@ class RunCache(RunAccount):
         in_use = sum(map(int.__mul__, used, sizes)) + sum(map(len, taken_ids)) * self.block_bytes
         assert in_use + self.cached_bytes + self.empty_bytes == self.total_bytes, "L1: bytes are lost"
         if self.blocks is not None and self.is_id_check_due():
-            self._check_ids(self.blocks, holdings, taken_ids)
+            self._check_ids(self.blocks, tables, taken_ids)
 
-    def _check_ids(self, blocks: IdPool, holdings: Sequence[RunHolding], taken_ids: Sequence[Sequence[PageId]]) -> None:
+    def _check_ids(self, blocks: IdPool, tables: Sequence[RunTable], taken_ids: Sequence[Sequence[PageId]]) -> None:
         """Assert that every block has one owner."""
         ids = [blocks.empty, *map(PageIds, taken_ids)]
         for span in self.tree.every():
             for runs in span.parts[: len(self.groups)]:
                 ids += [run.ids for run in runs]
-        for holding in holdings:
-            ids += (*holding.open_ids, *holding.state_ids)
-            for runs in holding.held:
+        for table in tables:
+            ids += (*table.open_ids, *table.state_ids)
+            for runs in table.held:
                 ids += [run.ids for run in runs if run.span is None]  # a load fills them
         assert are_all_once(ids, blocks.total), "L1: a block is lost or has two owners"

@@ -38,13 +38,13 @@ __all__ = [
     "LruEntry",
     "PartCounts",
     "PartRun",
-    "RunHolding",
     "RunMatch",
+    "RunTable",
     "Span",
     "Stream",
     "Turns",
     "first_list",
-    "holding_of_transfer",
+    "table_of_transfer",
 ]
 
 NEVER: Final = 1 << 62
@@ -272,7 +272,7 @@ class PartRun(LruEntry):
         span: Span | None,
         start: int,
         end: int,
-        holders: list[RunHolding],
+        holders: list[RunTable],
         *,
         is_kept: bool,
         ids: PageIds | None = None,
@@ -509,15 +509,15 @@ class PartRun(LruEntry):
             head.slot.list_after(self.slot)
         return head
 
-    def give_head(self, page: int, holding: RunHolding) -> PartRun:
-        """Split it before `page` as `split` does, but the first part is not among the runs held by `holding`."""
+    def give_head(self, page: int, table: RunTable) -> PartRun:
+        """Split it before `page` as `split` does, but the first part is not among the runs held by `table`."""
         if not self.is_private:
             head = self.split(page)
-            holding.held[self.group].remove(head)
+            table.held[self.group].remove(head)
             return head
-        return self.split_off(page, [holding])
+        return self.split_off(page, [table])
 
-    def split_off(self, page: int, holders: list[RunHolding]) -> PartRun:
+    def split_off(self, page: int, holders: list[RunTable]) -> PartRun:
         """Split it, which is private, before `page`: the first part has `holders`, but is not among their runs."""
         index, span = self.group, self.span
         assert span is not None
@@ -606,10 +606,10 @@ class RunMatch(Match):
 
 
 NOWHERE: Final = Span(NOTHING, b"", 0, 0, None, 0)
-"""The span of a holding that is not a sequence."""
+"""The span of a block table that is not a sequence."""
 
 
-class RunHolding:
+class RunTable:
     """The parts that one running sequence holds. Written by RunCache and its collaborators.
 
     `num_tokens`: tokens that are computed, or are about to be in this step; for a decode, when it began to decode.
@@ -620,7 +620,7 @@ class RunHolding:
     listed runs that cannot be found yet. Where blocks have ids: `open_ids`, the ids of the parts from `first_open` on,
     and `state_ids`, those of its states, by group; `snapshots`, copies of states to make in this step, each with the
     number of tokens before it. `swapped_tokens`: if not 0, it is about to be closed after so many tokens, and its state
-    is kept for its own request. `num_told`: the first pages whose events were emitted before they became
+    is kept for its own request. `num_emitted`: the first pages whose events were emitted before they became
     findable: no other sequence can find them.
 
     For a decode: `base` plus the number of steps done is the number of computed tokens, `admission` its place among the
@@ -642,11 +642,11 @@ class RunHolding:
         "is_open",
         "is_transfer",
         "last",
+        "num_emitted",
         "num_named",
         "num_states",
         "num_taken",
         "num_tokens",
-        "num_told",
         "odd_steps",
         "open_ids",
         "snapshots",
@@ -670,7 +670,7 @@ class RunHolding:
         self.snapshots: list[tuple[int, PartRun]] = []
         self.is_open = True
         self.is_decoding = False
-        self.num_told = 0
+        self.num_emitted = 0
         self.fills_known = False
         self.has_decoded = False
         """Whether it has decoded: no prompt ends where its chunks do."""
@@ -679,19 +679,19 @@ class RunHolding:
         self.streams: list[Stream | None] = [None] * num_groups
         self.odd_steps = [-1] * num_groups
         self.is_transfer = last is NOWHERE
-        """Whether it is the holding of a transfer and not of a sequence."""
+        """Whether it is the block table of a transfer and not of a sequence."""
         self.swapped_tokens = 0
 
 
 class Stream:
-    """Pages that `holding` releases in a group, in order; ENDED once it releases no more.
+    """Pages that `table` releases in a group, in order; ENDED once it releases no more.
 
     `keeps`: they are listed; otherwise they become empty at once. `slot`: the slot of the steps of its releases. `low`:
     the page that is evicted next. `high`: the first page that is not released, as far as `runs` are up to date: these
     have the pages in between, except for the ranges of `holes`, which it no longer lists. `last`: no page from there on
     is released; NEVER while it continues. `gate`: the page at which the first of `runs` has nothing left, if that is
     known. `watch`: the same, but -1 with holes, since every page may be one. `seen`: the step with which it is up to
-    date. `is_silent`: another decode holds each page when the window of `holding` passes it, and lists it later, so
+    date. `is_silent`: another decode holds each page when the window of `table` passes it, and lists it later, so
     nothing is listed and nothing counted.
     """
 
@@ -700,7 +700,6 @@ class Stream:
         "gate",
         "group",
         "high",
-        "holding",
         "holes",
         "is_silent",
         "keeps",
@@ -709,14 +708,15 @@ class Stream:
         "runs",
         "seen",
         "slot",
+        "table",
         "watch",
     )
 
     def __init__(
-        self, holding: RunHolding, group: int, page: int, slot: int, *, keeps: bool, is_silent: bool = False
+        self, table: RunTable, group: int, page: int, slot: int, *, keeps: bool, is_silent: bool = False
     ) -> None:
-        self.holding = holding
-        self.admission = holding.admission
+        self.table = table
+        self.admission = table.admission
         self.group = group
         self.slot = slot
         self.keeps = keeps
@@ -784,8 +784,8 @@ class Stream:
         return sum(max(0, min(end, last) - max(start, first)) for first, last in self.holes)
 
 
-ENDED: Final = RunHolding(NOTHING, NOWHERE, 0, 1, 0)
-"""In place of the holding of a stream that has ended: the holding need not live as long as the pages are listed."""
+ENDED: Final = RunTable(NOTHING, NOWHERE, 0, 1, 0)
+"""In place of the block table of a stream that has ended, which need not live as long as the pages are listed."""
 
 
 class Turns(LruEntry):
@@ -883,6 +883,6 @@ def first_list(place: int, num_groups: int) -> int:
     return (1 + 2 * place) * num_groups
 
 
-def holding_of_transfer(num_groups: int) -> RunHolding:
-    """Return an empty holding for a transfer."""
-    return RunHolding(NOTHING, NOWHERE, 0, 1, num_groups)
+def table_of_transfer(num_groups: int) -> RunTable:
+    """Return an empty block table for a transfer."""
+    return RunTable(NOTHING, NOWHERE, 0, 1, num_groups)

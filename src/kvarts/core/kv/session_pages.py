@@ -295,7 +295,7 @@ class SessionState:
 
 
 class SessionPages:
-    """OwnPages of a session with a sink and a window. Methods other than those of OwnPages are called between steps.
+    """PagesOfSession with a sink and a window. Methods other than those of PagesOfSession are called between steps.
 
     `retained`: of each KV group, the tokens retained by its page tables, and their number, the blocks of a page; by
     default, a single table that retains the same as the session. `make_table`: makes the tables of a group.

@@ -10,7 +10,7 @@ from math import gcd
 from kvarts.core.content import NOTHING, Content
 from kvarts.core.kv.group_needs import FirstSeen
 from kvarts.core.kv.groups import GroupMemory
-from kvarts.core.kv.runs import NEVER, PartRun, RunHolding, RunMatch, Span, first_list
+from kvarts.core.kv.runs import NEVER, PartRun, RunMatch, RunTable, Span, first_list
 
 __all__ = ["SpanTree", "find"]
 
@@ -412,16 +412,16 @@ class SpanTree:
             last.split(max(ends))
         return last
 
-    def last_of(self, holding: RunHolding) -> Span:
-        """Return the span with the last full page of `holding`; without full pages, the root."""
-        page, last = holding.num_named, holding.last
+    def last_of(self, table: RunTable) -> Span:
+        """Return the span with the last full page of `table`; without full pages, the root."""
+        page, last = table.num_named, table.last
         if last.start < page or last.parent is None:
             return last
         before = last  # split since
         while last.start >= page and last.parent is not None:
             last = last.parent
         last.num_users += 1
-        holding.last = last
+        table.last = last
         before.num_users -= 1
         if not before.num_users:
             before.prune()
@@ -435,18 +435,18 @@ class SpanTree:
         """
         root = self.root(content.salt)
         root.num_users += 1
-        holding = RunHolding(content, root, 0, self.page_size, self.num_groups)
-        yield self.extend(holding, end)
-        last = self.last_of(holding)
+        table = RunTable(content, root, 0, self.page_size, self.num_groups)
+        yield self.extend(table, end)
+        last = self.last_of(table)
         last.num_users -= 1
         last.prune()
 
-    def extend(self, holding: RunHolding, end: int) -> list[tuple[Span, int, int]]:
-        """Create the missing spans of the pages of `holding` up to `end`; return the spans with the pages of each."""
-        content, last, page = holding.content, holding.last, holding.num_named
+    def extend(self, table: RunTable, end: int) -> list[tuple[Span, int, int]]:
+        """Create the missing spans of the pages of `table` up to `end`; return the spans with the pages of each."""
+        content, last, page = table.content, table.last, table.num_named
         if last.start >= page and last.parent is not None:
-            last = self.last_of(holding)
-        holding.num_named = end
+            last = self.last_of(table)
+        table.num_named = end
         self.first_new = NEVER
         if last.end == page and page < end:
             self.first_new = page
@@ -455,7 +455,7 @@ class SpanTree:
                 return [(last, page, end)]
             key = content.key(page)
             if key not in last.children:
-                child = holding.last = last.children[key] = Span(content, key, page, end, last, self._num_lists)
+                child = table.last = last.children[key] = Span(content, key, page, end, last, self._num_lists)
                 child.num_users = 1
                 last.num_users -= 1
                 return [(child, page, end)]
@@ -485,7 +485,7 @@ class SpanTree:
                 spans.append((child, page, common))
             last, page = child, common
         last.num_users += 1
-        holding.last = last
+        table.last = last
         before.num_users -= 1
         if not before.num_users:
             before.prune()

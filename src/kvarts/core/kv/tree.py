@@ -25,10 +25,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from kvarts.core.content import NOTHING, Content
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.events import CopiesRemoved, CopiesStored, PagesRemoved, PagesStored
 from kvarts.core.kv.cache import Match
-from kvarts.core.kv.eviction import EvictionOrder, HeldPages, Node, Path, TreeWatcher, walk
+from kvarts.core.kv.eviction import EvictionOrder, Node, Path, PinnedPages, TreeWatcher, walk
 from kvarts.core.kv.pool import PageId
 
 __all__ = ["Node", "Path", "PrefixTree"]
@@ -37,19 +37,19 @@ __all__ = ["Node", "Path", "PrefixTree"]
 class PrefixTree:
     """Owner of all nodes and of their references. It takes and frees no pages, but returns those to free.
 
-    `order` chooses the next run to evict. `tell`, if given, receives events of pages that become findable or are
+    `order` chooses the next run to evict. `emit`, if given, receives events of pages that become findable or are
     evicted. `watcher`, if given, is notified of all runs; usually it is the order as well.
     """
 
     def __init__(
         self,
         order: EvictionOrder,
-        tell: Tell | None = None,
+        emit: Emit | None = None,
         *,
         watcher: TreeWatcher | None = None,
     ) -> None:
         self.order = order
-        self.tell = tell
+        self.emit = emit
         self.num_cached = 0
         self.on_removed: Callable[[Node, int, int], object] | None = None
         """Called for pages [start, end), the last ones of a node, that can no longer be found."""
@@ -118,7 +118,7 @@ class PrefixTree:
             return False
         return content.key(page) in node.children
 
-    # Holding ----------------------------------------------------------------------------------------------
+    # BlockTable ----------------------------------------------------------------------------------------------
 
     def cut(self, match: Match) -> Path:
         """Return the runs of `match`; the last one is split where the match ends."""
@@ -141,7 +141,7 @@ class PrefixTree:
             self.order.pinned(listed, nodes)
         return nodes
 
-    def hold_pages(self, pages: HeldPages) -> None:
+    def hold_pages(self, pages: PinnedPages) -> None:
         """Protect `pages`, in all their copies, from eviction until `unhold`; each keeps its place."""
         for node in pages.nodes():
             if node.duplicates is None and node.refs:
@@ -174,7 +174,7 @@ class PrefixTree:
                 num_pages += node.end - node.start
         return num_pages
 
-    def unhold(self, pages: HeldPages) -> list[Node]:
+    def unhold(self, pages: PinnedPages) -> list[Node]:
         """End a `hold_pages`; return the orphans that nothing holds any more, whose pages must be freed."""
         orphans = []
         for node in pages.nodes():
@@ -215,8 +215,8 @@ class PrefixTree:
                 if page_ids is not None:
                     assert last.page_ids is not None
                     last.page_ids.extend(page_ids[start:end])
-                if self.tell is not None:
-                    self.tell(PagesStored(content, start, end, before))
+                if self.emit is not None:
+                    self.emit(PagesStored(content, start, end, before))
                 if watcher is not None:
                     watcher.extended(last, start)
                 return
@@ -235,12 +235,12 @@ class PrefixTree:
                 last.children[key] = node
                 if watcher is not None:
                     watcher.born(node)
-                if self.tell is not None:
-                    self.tell(PagesStored(content, start, end, last.content if start else None))
+                if self.emit is not None:
+                    self.emit(PagesStored(content, start, end, last.content if start else None))
             else:
                 node = self._add_twin(first_copy, content, end, last)
-                if self.tell is not None:
-                    self.tell(CopiesStored(content, start, node.end, last.content if start else None))
+                if self.emit is not None:
+                    self.emit(CopiesStored(content, start, node.end, last.content if start else None))
             if page_ids is not None:
                 node.page_ids = page_ids[start : node.end]
             path.append(node)
@@ -350,8 +350,8 @@ class PrefixTree:
                     del node.page_ids[-count:]
                 if self._watcher is not None:
                     self._watcher.cut(node, count)
-                if self.tell is not None or self.on_removed is not None:
-                    self._tell_removed(node, node.end, node.end + count)
+                if self.emit is not None or self.on_removed is not None:
+                    self._emit_removed(node, node.end, node.end + count)
                 break
             if node.page_ids is not None:
                 page_ids.extend(reversed(node.page_ids))
@@ -399,13 +399,13 @@ class PrefixTree:
         del parent.children[node.key]
         if self._watcher is not None:
             self._watcher.died(node)
-        if self.tell is not None or self.on_removed is not None:
-            self._tell_removed(node, node.start, node.end)
+        if self.emit is not None or self.on_removed is not None:
+            self._emit_removed(node, node.start, node.end)
 
-    def _tell_removed(self, node: Node, start: int, end: int) -> None:
+    def _emit_removed(self, node: Node, start: int, end: int) -> None:
         """Report that pages [start, end), the last ones of `node`, can no longer be found."""
-        if self.tell is not None:
-            self.tell(PagesRemoved(node.content, start, end, is_held=node.is_orphan))
+        if self.emit is not None:
+            self.emit(PagesRemoved(node.content, start, end, is_held=node.is_orphan))
         if self.on_removed is not None:
             self.on_removed(node, start, end)
 
@@ -469,12 +469,12 @@ class PrefixTree:
             del parent.children[node.key]
             if self._watcher is not None:
                 self._watcher.died(node)
-            if self.tell is not None or self.on_removed is not None:
-                self._tell_removed(node, node.start, node.end)
+            if self.emit is not None or self.on_removed is not None:
+                self._emit_removed(node, node.start, node.end)
             return
         copy = duplicates.index(node)
-        if self.tell is not None:
-            self.tell(CopiesRemoved(node.content, node.start, node.end, copy))
+        if self.emit is not None:
+            self.emit(CopiesRemoved(node.content, node.start, node.end, copy))
         del duplicates[copy]
         if copy == 0:
             self.found_from = 0

@@ -90,8 +90,8 @@ class PlansAhead:
         ended, running.ended = running.ended, []
         self.has_released = bool(ended)
         for request in ended:
-            if scheduler.tell is not None:
-                scheduler.tell(Finished(request.index, request.content))
+            if scheduler.emit is not None:
+                scheduler.emit(Finished(request.index, request.content))
             self._release_one(request, step)
             scheduler.end_below(request)
 
@@ -100,7 +100,7 @@ class PlansAhead:
 
         `is_read`: its last token is known.
         """
-        if request.holding is None:
+        if request.table is None:
             return  # it was preempted since
         running = self._scheduler.running
         has_turn = running.wheel.has(request)
@@ -118,8 +118,8 @@ class PlansAhead:
         given_up, self._given_up = self._given_up, []
         scheduler, running = self._scheduler, self._scheduler.running
         for request in given_up:
-            if scheduler.tell is not None:
-                scheduler.tell(Cancelled(request.index, step.now_ns))
+            if scheduler.emit is not None:
+                scheduler.emit(Cancelled(request.index, step.now_ns))
             if request.state is FINISHED:
                 running.ended.remove(request)
                 self._release_one(request, step, is_read=False)

@@ -106,8 +106,8 @@ def compose(opening: Opening) -> Hooks:
 
 
 def _open_rows(opening: Opening) -> Acts | None:
-    own_pages, wheel = opening.scheduler.own_pages, opening.scheduler.wheel
-    return None if opening.scheduler.running.batch is None else Acts(turns=partial(own_pages.take_turns, wheel))
+    session_pages, wheel = opening.scheduler.session_pages, opening.scheduler.wheel
+    return None if opening.scheduler.running.batch is None else Acts(turns=partial(session_pages.take_turns, wheel))
 
 
 def _open_states(opening: Opening) -> Acts | None:
@@ -140,7 +140,7 @@ def _open_ahead(opening: Opening) -> Acts | None:
 def _open_settling(opening: Opening) -> Acts | None:
     scheduler, loads = opening.scheduler, opening.loads
     cache = scheduler.cache
-    if not cache.settles or opening.num_draft_slots:
+    if not cache.frees_skipped or opening.num_draft_slots:
         return None
     from kvarts.core.parts.settling import Settling
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvarts.core.request import Request, RequestState
-from kvarts.core.sched.preemption import holding_of
+from kvarts.core.sched.preemption import table_of
 from kvarts.core.sched.step import Acts, Step
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Settling:
             if cache.decodes is not None:
                 cache.decodes.end_step()
                 for request in joined:
-                    cache.decodes.start(holding_of(request), request.admission)
+                    cache.decodes.start(table_of(request), request.admission)
             return
         if not scheduler.pages.is_alone:
             cache.count()  # others may have taken free pages
@@ -108,7 +108,7 @@ class Settling:
         elif not self._unsettled:
             for request in self._settling(joined):
                 num_in_flight = scheduler.running.num_in_flight(request)
-                cache.settle(holding_of(request), wheel.num_computed(request), num_in_flight)
+                cache.free_skipped(table_of(request), wheel.num_computed(request), num_in_flight)
         if scheduler.running.lag:
             scheduler.running.joined = joined
         cache.count()
@@ -130,13 +130,13 @@ class Settling:
         """Settle decodes that the cache follows, and let those that `joined` them be followed."""
         cache = self._scheduler.cache
         if self._unsettled:
-            decodes.put_off([holding_of(request) for request in self._unsettled if request not in joined])
+            decodes.defer_skipped([table_of(request) for request in self._unsettled if request not in joined])
         else:
             decodes.end_step()
         for request in joined:
             if not self._unsettled:
-                cache.settle(holding_of(request), request.num_computed)
-            decodes.start(holding_of(request), request.admission, is_settled=not self._unsettled)
+                cache.free_skipped(table_of(request), request.num_computed)
+            decodes.start(table_of(request), request.admission, is_settled=not self._unsettled)
 
     def _settling(self, joined: list[Request]) -> list[Request]:
         """Return the decodes that may release something now; those in `joined` come last."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from kvarts.core.events import Admitted, Blocked
 from kvarts.core.parts.chunk_ends import AlignedChunks
 from kvarts.core.request import Request, RequestState
-from kvarts.core.sched.preemption import holding_of
+from kvarts.core.sched.preemption import table_of
 from kvarts.core.sched.step import AGAIN, FOR_BUDGET, FOR_SEQS, PASS, TAKEN, Acts, Ask, Step, Verdict, Wait
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class LoadAdmissions:
         """Return where it acts."""
         loads = self._loads
         gates = {"kept states": self.resume_state, "memory": self.fits, "loads": self.load}
-        if loads.takes_places:
+        if loads.holds_seat:
             gates["seats"] = self.has_seat
         settles_ends = loads.settles_ends and self._scheduler.cache.releases
         return Acts(
@@ -82,7 +82,7 @@ class LoadAdmissions:
         for load in loads.fronts.copy():
             if step.budget > 0:
                 step.budget -= prefill.compute_front(load, step.budget, step.chunks)
-        head = waiting.head(step.now_ns) if waiting.num_waiting and not loads.takes_places else None
+        head = waiting.head(step.now_ns) if waiting.num_waiting and not loads.holds_seat else None
         if head is None or head is not loads.retried:
             self._admit_loaded(step)
 
@@ -92,7 +92,7 @@ class LoadAdmissions:
         vLLM's scheduler would plan nothing any more.
         """
         loads, scheduler = self._loads, self._scheduler
-        if scheduler.blocked is Blocked.BUDGET and step.budget <= 0 and loads.takes_places:
+        if scheduler.blocked is Blocked.BUDGET and step.budget <= 0 and loads.holds_seat:
             if scheduler.num_seated >= scheduler.config.max_num_seqs:
                 scheduler.blocked = Blocked.SEQS
         elif loads.retried is not None and scheduler.blocked is FOR_PAGES and loads.is_stuck:
@@ -132,9 +132,9 @@ class LoadAdmissions:
 
     def _release_passed(self, request: Request, num_computed: int) -> None:
         """Release the pages that the windows of `request`, which ends, have passed, before its others."""
-        cache, holding = self._scheduler.cache, holding_of(request)
-        cache.stop_decoding(holding, max(holding.num_pages, -(-num_computed // self._page_size)))
-        cache.settle(holding, num_computed)
+        cache, table = self._scheduler.cache, table_of(request)
+        cache.stop_decoding(table, max(table.num_pages, -(-num_computed // self._page_size)))
+        cache.free_skipped(table, num_computed)
         cache.count()
 
     def drop(self, request: Request) -> bool:
@@ -179,7 +179,7 @@ class LoadAdmissions:
             return verdict
         if not self._starts_load(ask, step):
             return verdict
-        if not loads.takes_places or loads.is_sync:
+        if not loads.holds_seat or loads.is_sync:
             self._go_on_after(ask.request, step)
         return TAKEN
 
@@ -187,7 +187,7 @@ class LoadAdmissions:
         """Begin a load for the head, if the tiers have pages that are worth it; else let it pass."""
         scheduler, loads = self._scheduler, self._loads
         if self._starts_load(ask, step):
-            if ask.request.state is LOADING and loads.takes_places:
+            if ask.request.state is LOADING and loads.holds_seat:
                 scheduler.running.start_loading(ask.request)
             self._go_on_after(ask.request, step)
             return TAKEN
@@ -245,7 +245,7 @@ class LoadAdmissions:
         while step.budget > 0 and (loads.loaded or (loads.early and prefill.may_wait)):
             request = loads.loaded[0][0] if loads.loaded else loads.early[0].request
             most_tokens = step.budget
-            if not loads.takes_places:
+            if not loads.holds_seat:
                 most_tokens = self._turn_of_first(step)
                 if not most_tokens:
                     break
@@ -286,7 +286,7 @@ class LoadAdmissions:
         if self._aligned is None:
             return num_tokens
         start = loaded.num_pages * self._page_size
-        branch = self._scheduler.cache.states.branch(holding_of(request))
+        branch = self._scheduler.cache.states.branch(table_of(request))
         return self._aligned.num_tokens(request, start, min(num_tokens, request.num_known - start), branch)
 
     def _most_to_run(self, request: Request, num_tokens: int) -> int:
@@ -301,11 +301,11 @@ class LoadAdmissions:
         num_kept = self._num_kept if scheduler.running.num_running else 0
         num_wanted = loads.num_to_run(request, num_tokens) + num_kept
         while (num_short := num_wanted - pages.num_free_to_admit(num_wanted)) > 0:
-            if pages.reclaim(num_short):
+            if pages.reclaim_lent(num_short):
                 continue
             if pins is not None and pins.num_pins and pins.give_up_oldest():
                 continue
-            if not pages.make_way(request, num_wanted, to_admit=True):
+            if not pages.preempt_for(request, num_wanted, to_admit=True):
                 break
         else:
             return num_tokens
@@ -321,8 +321,8 @@ class LoadAdmissions:
         hit_tokens = loads.resume(request, loaded)
         if request.content.swapped_tokens:
             hit_tokens = hit_tokens_of(request, loaded.num_pages)
-        if scheduler.tell is not None:
-            scheduler.tell(Admitted(request.index, request.content, loaded.num_pages, loads.by_name(loaded)))
+        if scheduler.emit is not None:
+            scheduler.emit(Admitted(request.index, request.content, loaded.num_pages, loads.by_name(loaded)))
         loads.begin_run(request)
         if request.content.swapped_tokens:
             loads.tiers.resumed(request.content)

@@ -63,8 +63,8 @@ class TurnsAfterChunks:
                 return
         if running.has_decodes_after(first.admission):
             in_turn = running.stall_after(first.admission, step.now_ns)
-            if scheduler.tell is not None:
-                scheduler.tell(DecodesStalled(first.index))
+            if scheduler.emit is not None:
+                scheduler.emit(DecodesStalled(first.index))
             if running.batch is None:  # an executor of tokens computes them as chunks
                 prefill.let_in_turn(in_turn)
 

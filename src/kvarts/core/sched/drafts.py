@@ -26,11 +26,11 @@ from msgspec.structs import replace
 
 from kvarts.base.errors import ConfigError
 from kvarts.core.events import DraftJudged, DraftTaken
-from kvarts.core.kv.cache import Holding
+from kvarts.core.kv.cache import BlockTable
 from kvarts.core.request import Request, RequestState
 from kvarts.core.sched.input_batch import NewPage
 from kvarts.core.sched.plan import Batch, DecodeRows, DraftRows, StepResult
-from kvarts.core.sched.preemption import holding_of
+from kvarts.core.sched.preemption import table_of
 from kvarts.core.sched.step import FOR_BUDGET, PASS, Acts, Ask, Step, Verdict
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Drafts:
         self._wheel = scheduler.wheel
         self._cache = scheduler.cache
         self._batch = scheduler.running.batch
-        self._tell = scheduler.tell
+        self._emit = scheduler.emit
         self._page_size = scheduler.wheel.page_size
         self._taken: list[tuple[Request, Tokens]] = []
         self._new_pages: list[NewPage] = []
@@ -136,7 +136,7 @@ class Drafts:
             if num_left <= 0:
                 break
             request = self._batch.requests[row]
-            if request is None or (holding := request.holding) is None:
+            if request is None or (table := request.table) is None:
                 continue
             end = wheel.num_computed(request) + 1
             # The last token that the request may generate is sampled, and not computed.
@@ -150,9 +150,9 @@ class Drafts:
                 continue
             num_left -= count
             batch = batch.replaced(num_drafted=batch.num_drafted + count)
-            if self._tell is not None:
-                self._tell(DraftTaken(request.index, end, end + count))
-            self._take_pages(request, holding, end, end + count)
+            if self._emit is not None:
+                self._emit(DraftTaken(request.index, end, end + count))
+            self._take_pages(request, table, end, end + count)
             taken.append((request, tokens))
         new_pages, self._new_pages = self._new_pages, []
         return self._rows(), replace(decodes, new_blocks=(*decodes.new_blocks, *new_pages))
@@ -188,7 +188,7 @@ class Drafts:
         for request in sorted(decodes, key=lambda request: request.admission):
             if request.admission < 0:
                 continue  # preempted for a request before it
-            holding = holding_of(request)
+            table = table_of(request)
             start = wheel.num_computed(request)
             end = start + 1
             self._batch.append_sampled(request, end, step)
@@ -200,30 +200,30 @@ class Drafts:
                 count = len(tokens)
             if cache.releases:
                 running.settle(request, start)
-            num_blocks = cache.needs.to_run(holding, start, end + count)
+            num_blocks = cache.needs.to_run(table, start, end + count)
             if num_blocks > 0 and not preemptor.take_turn(request, num_blocks, now_ns, served):
                 return False
             served.add(request.index)
             if count:
                 batch = batch.replaced(num_drafted=batch.num_drafted + count)
                 self._taken.append((request, tokens))
-                if self._tell is not None:
-                    self._tell(DraftTaken(request.index, end, end + count))
+                if self._emit is not None:
+                    self._emit(DraftTaken(request.index, end, end + count))
             # Pages that begin in this step. An earlier draft, or the admission, may have taken their memory.
             for page in range(-(-start // page_size), -(-(end + count) // page_size)):
-                cache.take_for(holding, (page + 1) * page_size)
+                cache.take_for(table, (page + 1) * page_size)
                 self._pages_of_turns.append((request, self._batch.new_page(request, page)))
             # The token of this step may still be withdrawn, for a more important request.
-            self._publish(request, holding, end if running.is_in_order else start)
+            self._publish(request, table, end if running.is_in_order else start)
         return True
 
-    def _publish(self, request: Request, holding: Holding, num_tokens: int) -> None:
+    def _publish(self, request: Request, table: BlockTable, num_tokens: int) -> None:
         """Make the full pages of the first `num_tokens` tokens findable, if any are not; all tokens are known."""
         num_full = num_tokens // self._page_size
-        if num_full > holding.num_named:
-            self._cache.publish(holding, num_tokens)
+        if num_full > table.num_named:
+            self._cache.publish(table, num_tokens)
             if (loads := self._scheduler.loads) is not None:
-                loads.add_computed(request.content, num_full, holding)
+                loads.add_computed(request.content, num_full, table)
 
     def _num_planned(self) -> int:
         """Return the tokens drafted by the turns of this step, without those of requests preempted since."""
@@ -260,8 +260,8 @@ class Drafts:
     def take_padding(self, ask: Ask, step: Step) -> None:
         """Take the pages of the draft for which the head, which starts, has room."""
         if ask.num_padded:
-            assert ask.request.holding is not None
-            self._cache.take_for(ask.request.holding, ask.num_known + ask.num_padded)
+            assert ask.request.table is not None
+            self._cache.take_for(ask.request.table, ask.num_known + ask.num_padded)
             step.budget -= ask.num_padded
 
     def _planned(self, decodes: DecodeRows) -> tuple[DraftRows | None, DecodeRows]:
@@ -281,8 +281,8 @@ class Drafts:
             self._num_drafted += len(tokens)
             self._num_accepted += num_accepted
             self._drafter.judge(request, len(tokens), num_accepted)
-            if self._tell is not None:
-                self._tell(DraftJudged(request.index, len(tokens), num_accepted))
+            if self._emit is not None:
+                self._emit(DraftJudged(request.index, len(tokens), num_accepted))
             self._count(request, tokens[:num_accepted])
         assert not accepted, f"rows {list(accepted)} had no drafts"
         self._taken.clear()
@@ -303,22 +303,22 @@ class Drafts:
         num_free = self._cache.num_free // self._cache.page_blocks
         return (-(-end // self._page_size) + num_free) * self._page_size - end
 
-    def _take_pages(self, request: Request, holding: Holding, start: int, end: int) -> None:
+    def _take_pages(self, request: Request, table: BlockTable, start: int, end: int) -> None:
         """Take pages for the drafted tokens [start, end)."""
         for page in range(-(-start // self._page_size), -(-end // self._page_size)):
-            self._cache.take_page(holding, page)
+            self._cache.take_page(table, page)
             self._new_pages.append(self._batch.new_page(request, page))
 
     def _keep_pages(self, request: Request, before: int, end: int) -> None:
         """Keep the pages of `end` computed tokens; those that were filled since `before` become findable."""
-        page_size, holding = self._page_size, request.holding
-        assert holding is not None
-        self._cache.shrink(holding, -(-end // page_size))
+        page_size, table = self._page_size, request.table
+        assert table is not None
+        self._cache.shrink(table, -(-end // page_size))
         num_full = end // page_size
         if num_full > before // page_size:
-            self._cache.publish(holding, end)
+            self._cache.publish(table, end)
             if (loads := self._scheduler.loads) is not None:
-                loads.add_computed(request.content, num_full, holding)
+                loads.add_computed(request.content, num_full, table)
         if end > before and self._cache.releases:
             self._ahead.append(request)
 

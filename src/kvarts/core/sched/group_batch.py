@@ -36,10 +36,10 @@ class GroupBatch(InputBatch):
         if request.own is not None:
             own_state = request.own.state
             return chunk.replaced(state=own_state, begins_from=own_state if start else ())
-        holding = request.holding
-        assert holding is not None
-        begins_from, state = self._cache.state_blocks(holding, start)
-        for count, part in self._cache.take_snapshots(holding):
+        table = request.table
+        assert table is not None
+        begins_from, state = self._cache.state_blocks(table, start)
+        for count, part in self._cache.take_snapshots(table):
             self._snapshots.append((request.row, count, part))
         return chunk.replaced(state=state, begins_from=begins_from)
 
@@ -54,13 +54,13 @@ class GroupBatch(InputBatch):
         return made
 
     def _page_tables(self, request: Request, end: int) -> tuple[PageTable, ...]:
-        assert request.holding is not None
-        return tuple(map(PageTable, self._cache.tables(request.holding, end)))
+        assert request.table is not None
+        return tuple(map(PageTable, self._cache.tables(request.table, end)))
 
     def _new_pages(self, requests: Iterable[Request], step: int) -> tuple[NewPage, ...]:
         size = self._cache.page_size
         return tuple([self.new_page(request, (request.wheel_base + step) // size) for request in requests])
 
     def _blocks_of(self, request: Request, page: int) -> tuple[PageId, ...]:
-        assert request.holding is not None
-        return self._cache.blocks_of_page(request.holding, page)
+        assert request.table is not None
+        return self._cache.blocks_of_page(request.table, page)

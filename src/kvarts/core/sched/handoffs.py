@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from kvarts.core.content import Content
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.events import (
     Admitted,
     Arrived,
@@ -21,9 +21,9 @@ from kvarts.core.events import (
     PromptReleased,
     TransferEnded,
 )
-from kvarts.core.kv.cache import Cache, Holding, Match
+from kvarts.core.kv.cache import BlockTable, Cache, Match
 from kvarts.core.request import Request, RequestState
-from kvarts.core.sched.preemption import holding_of
+from kvarts.core.sched.preemption import table_of
 from kvarts.core.sched.step import AGAIN, PASS, TAKEN, Acts, Ask, Step, Verdict, Wait
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ FIRST_COPY: Final = 1 << 32
 class Handoffs:
     """An engine's requests that are shared with another engine. Written by the scheduler, and between steps.
 
-    `connect` must follow. `tell` receives their events. `finds_prefixes`: whether requests find cached pages.
+    `connect` must follow. `emit` receives their events. `finds_prefixes`: whether requests find cached pages.
     """
 
-    def __init__(self, cache: Cache, tell: Tell | None = None, *, finds_prefixes: bool = True) -> None:
+    def __init__(self, cache: Cache, emit: Emit | None = None, *, finds_prefixes: bool = True) -> None:
         self._cache = cache
         self._finds_prefixes = finds_prefixes
-        self._tell = tell
+        self._emit = emit
         self._num_copies = 0
         self._copies: dict[int, tuple[int, int]] = {}
         """The number of the copy of each request that has pages here, and the full pages that it brings, by index."""
@@ -106,23 +106,23 @@ class Handoffs:
         self._running.part(request)
         request.become(RequestState.HELD)
         self.held[request.index] = request
-        if self._cache.settles:
-            assert request.holding is not None
-            self._cache.settle(request.holding, request.num_prompt_tokens - 1)
+        if self._cache.frees_skipped:
+            assert request.table is not None
+            self._cache.free_skipped(request.table, request.num_prompt_tokens - 1)
             self._cache.count()
-        if self._tell is not None:
-            self._tell(PromptHeld(request.index))
+        if self._emit is not None:
+            self._emit(PromptHeld(request.index))
 
     def release(self, request: Request, now_ns: int) -> None:
         """Release the pages of `request`, which are copied or no longer wanted."""
         del self.held[request.index]
-        if self._tell is not None:
-            self._tell(PromptReleased(request.index, now_ns))
-        holding = request.holding
-        assert holding is not None
-        self._cache.close(holding, request.num_computed // holding.content.page_size, holding.num_pages)
+        if self._emit is not None:
+            self._emit(PromptReleased(request.index, now_ns))
+        table = request.table
+        assert table is not None
+        self._cache.close(table, request.num_computed // table.content.page_size, table.num_pages)
         self._running.num_left += 1
-        request.holding = None
+        request.table = None
         request.become(RequestState.FINISHED)
 
     # Where tokens are generated -------------------------------------------------------------------------------
@@ -134,14 +134,14 @@ class Handoffs:
         """
         cache, num_tokens = self._cache, request.num_prompt_tokens
         # The last token is computed again, from windows and states before it.
-        most_tokens = num_tokens - 1 if cache.settles else num_tokens
+        most_tokens = num_tokens - 1 if cache.frees_skipped else num_tokens
         match = self.match(request.content, most_tokens)
         if cache.incoming.to_receive(match, num_tokens) > cache.num_free:
             return False
         request.hit_tokens = match.num_pages * request.content.page_size
-        if self._tell is not None:
-            self._tell_begun(self._tell, request, match.num_pages, now_ns)
-        request.holding = cache.incoming.open_to_receive(match, num_tokens)
+        if self._emit is not None:
+            self._emit_begun(self._emit, request, match.num_pages, now_ns)
+        request.table = cache.incoming.open_to_receive(match, num_tokens)
         request.become(RequestState.LOADING)
         self.reserved[request.index] = request
         return True
@@ -150,31 +150,31 @@ class Handoffs:
         """Return the pages of the first `most_tokens` tokens of `content` that a request finds here."""
         return self._cache.match(content, most_tokens // content.page_size if self._finds_prefixes else 0)
 
-    def _tell_begun(self, tell: Tell, request: Request, num_hit_pages: int, now_ns: int) -> None:
-        """Tell that `request` is here, and waits for its pages."""
+    def _emit_begun(self, emit: Emit, request: Request, num_hit_pages: int, now_ns: int) -> None:
+        """Emit that `request` is here, and waits for its pages."""
         content, num_tokens, page_size = request.content, request.num_prompt_tokens, request.content.page_size
         asked = num_tokens, request.max_tokens, request.priority
-        tell(Arrived(request.index, now_ns, content, *asked, request.request_id, 0))
+        emit(Arrived(request.index, now_ns, content, *asked, request.request_id, 0))
         number = FIRST_COPY + self._num_copies
         self._num_copies += 1
         self._copies[request.index] = number, num_tokens // page_size - num_hit_pages
         coming = (WORKER, -(-num_tokens // page_size) - num_hit_pages)
         num_held = self._cache.incoming.num_sent(0, num_tokens, page_size)
-        tell(LoadStarted(number, request.index, content, num_hit_pages, num_held, (coming,), now_ns))
+        emit(LoadStarted(number, request.index, content, num_hit_pages, num_held, (coming,), now_ns))
 
     def activate(self, request: Request, now_ns: int) -> None:
         """Queue `request`, whose prompt is complete in its pages; these can be found from now on."""
         del self.reserved[request.index]
-        holding = request.holding
-        assert holding is not None
+        table = request.table
+        assert table is not None
         request.num_computed = request.num_prompt_tokens
-        if self._tell is not None:
+        if self._emit is not None:
             number, num_pages = self._copies[request.index]
-            self._tell(TransferEnded(number, request.index, num_pages, now_ns))
-        self._cache.incoming.receive(holding, request.num_computed)
+            self._emit(TransferEnded(number, request.index, num_pages, now_ns))
+        self._cache.incoming.receive(table, request.num_computed)
         if (tiers := self._scheduler.tiers) is not None:
-            num_full = min(request.num_computed // holding.content.page_size, holding.content.num_known_pages)
-            tiers.confirm(holding.content, num_full, holding)
+            num_full = min(request.num_computed // table.content.page_size, table.content.num_known_pages)
+            tiers.confirm(table.content, num_full, table)
         self._copied.add(request.index)
         request.become(LOADED)
         self._waiting.push(request)
@@ -188,11 +188,11 @@ class Handoffs:
             num_filled = request.num_computed
         else:
             del self.reserved[request.index]
-        holding = request.holding
-        assert holding is not None
-        self._cache.close(holding, num_filled // holding.content.page_size, holding.num_pages)
+        table = request.table
+        assert table is not None
+        self._cache.close(table, num_filled // table.content.page_size, table.num_pages)
         self._running.num_left += 1
-        request.holding = None
+        request.table = None
         self._copies.pop(request.index, None)
         self.renew(request)
 
@@ -259,11 +259,11 @@ class Handoffs:
         scheduler = self._scheduler
         scheduler.take_from_waiting(request)
         self._copied.remove(request.index)
-        if self._tell is not None:
+        if self._emit is not None:
             index, num_tokens = request.index, request.num_prompt_tokens
             coming = (WORKER, self._copies.pop(index)[1])
-            self._tell(Admitted(index, request.content, num_tokens // request.content.page_size, (coming,)))
-            self._tell(ChunkComputed(index, num_tokens - 1, num_tokens, num_tokens))
+            self._emit(Admitted(index, request.content, num_tokens // request.content.page_size, (coming,)))
+            self._emit(ChunkComputed(index, num_tokens - 1, num_tokens, num_tokens))
         self._running.enter(request, 0, step.now_ns)
         request.num_computed = request.num_prompt_tokens
         self._joined.append(request)
@@ -284,7 +284,7 @@ class Handoffs:
                 preemptor = self._scheduler.preemptor
                 if blocks > cache.num_free and not preemptor.make_room(request, blocks, step.now_ns, {}):
                     continue
-                cache.take_page(holding_of(request), request.num_computed // request.content.page_size)
+                cache.take_page(table_of(request), request.num_computed // request.content.page_size)
             del running.stalled[0]
             running.wheel.join(request)
             self.resumed.append(request)
@@ -338,11 +338,11 @@ class Handoffs:
 
     # Laws -----------------------------------------------------------------------------------------------------
 
-    def holdings(self) -> Iterator[tuple[Holding, int]]:
-        """Return the holdings of requests that are held, reserved, or wait with their pages. Assert that states fit."""
+    def tables(self) -> Iterator[tuple[BlockTable, int]]:
+        """Return the block tables of held, reserved, and waiting requests with pages. Assert that states fit."""
         for requests, state in ((self.held, RequestState.HELD), (self.reserved, RequestState.LOADING)):
             for request in requests.values():
                 assert request.state is state, f"{request!r} should be {state.name}"
         for request in (*self.held.values(), *self.reserved.values(), *self.ready()):
-            assert request.holding is not None
-            yield request.holding, request.holding.num_pages
+            assert request.table is not None
+            yield request.table, request.table.num_pages

@@ -76,7 +76,7 @@ class Horizon:
         self._orders_matter = orders_matter
         self._page_size = running.wheel.page_size
         self._follows = cache.decodes is not None
-        self._is_stepwise = cache.settles and cache.decodes is None
+        self._is_stepwise = cache.frees_skipped and cache.decodes is None
         """Whether the releases of decodes can only be determined step by step."""
 
     def note_for(self, loads: Loads) -> None:

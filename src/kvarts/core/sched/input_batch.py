@@ -162,10 +162,10 @@ class InputBatch:
         """Return the entries of a plan for the pages that requests got for `step`: their last ones."""
         new_pages: list[NewPage] = []
         for request in requests:
-            holding = request.holding
-            assert holding is not None and holding.page_ids is not None
+            table = request.table
+            assert table is not None and table.page_ids is not None
             page = (request.wheel_base + step) // self._page_size
-            new_pages.append((request.row, page, (holding.page_ids[page],)))
+            new_pages.append((request.row, page, (table.page_ids[page],)))
         return tuple(new_pages)
 
     def new_page(self, request: Request, page: int) -> NewPage:
@@ -176,15 +176,15 @@ class InputBatch:
         """Return the page tables of the first `end` tokens of a request that does not bring its own pages."""
         from kvarts.core.kv.groups import PageTable  # only an executor of tokens has tables
 
-        holding = request.holding
-        assert holding is not None and holding.page_ids is not None
-        return (PageTable(tuple(holding.page_ids)),)
+        table = request.table
+        assert table is not None and table.page_ids is not None
+        return (PageTable(tuple(table.page_ids)),)
 
     def _blocks_of(self, request: Request, page: int) -> tuple[PageId, ...]:
         """Return the block of a page in each page table."""
-        holding = request.holding
-        assert holding is not None and holding.page_ids is not None
-        return (holding.page_ids[page],)
+        table = request.table
+        assert table is not None and table.page_ids is not None
+        return (table.page_ids[page],)
 
     def take_snapshots(self) -> tuple[Snapshot, ...]:
         """Return the snapshots of states to make in the step: none, since every layer keeps its tokens."""

@@ -18,9 +18,9 @@ longer.
 
 from __future__ import annotations
 
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.events import LoadGivenUp, LoadUsed
-from kvarts.core.kv.cache import Cache, Holding, Match
+from kvarts.core.kv.cache import BlockTable, Cache, Match
 from kvarts.core.kv.transfer import Awaited, Loaded, Offer, Weighed
 from kvarts.core.request import Request, RequestState
 from kvarts.core.sched.loads import LoadUnderWay, Waits
@@ -35,7 +35,7 @@ class Reserve(Waits):
     __slots__ = ("_incoming", "_pages")
 
     def __init__(self, cache: Cache, pages: PageSource) -> None:
-        super().__init__(takes_places=True)
+        super().__init__(holds_seat=True)
         self._incoming = cache.incoming
         self._pages = pages
 
@@ -65,24 +65,24 @@ class Reserve(Waits):
         found = self.loads.found(request, match)
         return self._incoming.held_reserved(match, found, num_known, num_front)
 
-    def open(self, request: Request, match: Match, num_known: int, num_front: int, end: int) -> Holding:
+    def open(self, request: Request, match: Match, num_known: int, num_front: int, end: int) -> BlockTable:
         """Hold `match`, take what the load fills, and reserve the rest."""
         return self._incoming.open_reserved(match, self.loads.found(request, match), num_known, num_front)
 
     def arrive(self, load: LoadUnderWay, loaded: Loaded) -> bool:
         """Make the loaded pages findable; return whether the request can compute from there on."""
-        assert load.request.holding is not None
-        return self._incoming.arrive(load.request.holding, loaded.num_pages, load.end)
+        assert load.request.table is not None
+        return self._incoming.arrive(load.request.table, loaded.num_pages, load.end)
 
     def resumed(self, request: Request) -> None:
         """Free the blocks that are promised to `request`, which is about to take them."""
-        assert request.holding is not None
-        self._incoming.end_promise(request.holding)
+        assert request.table is not None
+        self._incoming.end_promise(request.table)
 
     def begin_run(self, request: Request) -> None:
         """Release the windows with which the front was computed."""
-        assert request.holding is not None
-        self._incoming.begin_run(request.holding)
+        assert request.table is not None
+        self._incoming.begin_run(request.table)
 
     def begun(self, load: LoadUnderWay) -> None:
         """Wait for the end of the load."""
@@ -94,16 +94,16 @@ class Reserve(Waits):
 class _Connector(Waits):
     """Loads into the pages that they fill: the pages of further tokens are taken when these are computed."""
 
-    __slots__ = ("_cache", "_incoming", "_page_size", "_tell")
+    __slots__ = ("_cache", "_emit", "_incoming", "_page_size")
 
     def __init__(
-        self, cache: Cache, page_size: int, tell: Tell | None, *, takes_places: bool, is_sync: bool = False
+        self, cache: Cache, page_size: int, emit: Emit | None, *, holds_seat: bool, is_sync: bool = False
     ) -> None:
-        super().__init__(takes_places=takes_places, settles_ends=True, is_sync=is_sync, begins_anywhere=True)
+        super().__init__(holds_seat=holds_seat, settles_ends=True, is_sync=is_sync, begins_anywhere=True)
         self._cache = cache
         self._incoming = cache.incoming
         self._page_size = page_size
-        self._tell = tell
+        self._emit = emit
 
     def fits(self, request: Request, match: Match, num_known: int, end: int, num_kept: int, budget: int) -> bool:
         """Return whether the blocks of the load, and those that its request will need, are free."""
@@ -121,14 +121,14 @@ class _Connector(Waits):
         """Return the number of blocks that were found or are loaded."""
         return self._incoming.held(self.loads.found(request, match), end)
 
-    def open(self, request: Request, match: Match, num_known: int, num_front: int, end: int) -> Holding:
+    def open(self, request: Request, match: Match, num_known: int, num_front: int, end: int) -> BlockTable:
         """Hold `match`, and take the pages up to `end`."""
         return self._incoming.open_to_load(self.loads.found(request, match), end * self._page_size, match)
 
     def _publish(self, request: Request, num_pages: int) -> None:
         """Make the loaded pages of `request` findable; the state after them counts as one of this step, as in vLLM."""
-        assert request.holding is not None
-        self._incoming.publish_loaded(request.holding, num_pages)
+        assert request.table is not None
+        self._incoming.publish_loaded(request.table, num_pages)
         if self._cache.states.defers:
             self._cache.states.note(request.content, num_pages)
 
@@ -141,8 +141,8 @@ class Asynchronous(_Connector):
 
     __slots__ = ("_transfers", "_turned")
 
-    def __init__(self, cache: Cache, page_size: int, tell: Tell | None) -> None:
-        super().__init__(cache, page_size, tell, takes_places=False)
+    def __init__(self, cache: Cache, page_size: int, emit: Emit | None) -> None:
+        super().__init__(cache, page_size, emit, holds_seat=False)
         self._transfers: dict[int, int] = {}
         """Transfers that have ended, by the index of the request in `loaded`."""
         self._turned: set[int] = set()
@@ -198,8 +198,8 @@ class Asynchronous(_Connector):
         """Make the loaded pages of `request` findable; without any page, release its memory: it is matched again."""
         if request.index in self._turned:
             return True
-        if self._tell is not None:
-            self._tell(LoadUsed(self._transfers[request.index], request.index))
+        if self._emit is not None:
+            self._emit(LoadUsed(self._transfers[request.index], request.index))
         if loaded.num_pages:
             self._turned.add(request.index)
             self._publish(request, loaded.num_pages)
@@ -217,8 +217,8 @@ class Asynchronous(_Connector):
             return False
         request, loaded = loads.loaded[-1]
         if self.begin_turn(request, loaded):
-            if self._tell is not None:
-                self._tell(LoadGivenUp(request.index))
+            if self._emit is not None:
+                self._emit(LoadGivenUp(request.index))
             self._wait_again(request)
         return True
 
@@ -230,8 +230,8 @@ class Asynchronous(_Connector):
 
     def to_run(self, request: Request, budget: int) -> int:
         """Return the pages that `request` lacks to compute its known tokens."""
-        assert request.holding is not None
-        return self._incoming.to_go_on(request.holding, request.num_known, budget)
+        assert request.table is not None
+        return self._incoming.to_go_on(request.table, request.num_known, budget)
 
     def resumed(self, request: Request) -> None:
         """Forget the load of `request`."""
@@ -254,8 +254,8 @@ class Synchronous(_Connector):
 
     __slots__ = ()
 
-    def __init__(self, cache: Cache, page_size: int, tell: Tell | None) -> None:
-        super().__init__(cache, page_size, tell, takes_places=True, is_sync=True)
+    def __init__(self, cache: Cache, page_size: int, emit: Emit | None) -> None:
+        super().__init__(cache, page_size, emit, holds_seat=True, is_sync=True)
 
     def wanted(self, request: Request, match: Match, num_known: int, end: int, budget: int) -> int:
         """Return the blocks that the load and the chunk that follows it need."""

@@ -28,9 +28,9 @@ from msgspec.structs import replace
 
 from kvarts.base.limits import MOST_COUNT
 from kvarts.core.content import Content
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.events import LoadAwaited, LoadStarted, LoadUsed, LoadWeighed
-from kvarts.core.kv.cache import Cache, Holding, Match
+from kvarts.core.kv.cache import BlockTable, Cache, Match
 from kvarts.core.request import Request, RequestState
 from kvarts.core.sched.lower_tiers import GroupOffers, LowerTiers
 from kvarts.core.sched.policy import WaitingQueue
@@ -70,21 +70,21 @@ class LoadUnderWay:
 class Waits(ABC):
     """How requests wait for their loads: what they hold meanwhile, and when they go on. The strategy of Loads.
 
-    `takes_places`: a request that waits has a place, all pages of its known tokens, and the seniority of one that was
+    `holds_seat`: a request that waits has a place, all pages of its known tokens, and the seniority of one that was
     admitted then. `settles_ends`: a request that ends, or is given up, first releases the pages that its windows have
     passed, as with a connector. `is_sync`: a request runs in the step that begins its load. `begins_anywhere`: a load
     begins in a step whose tokens reach no page end, where chunks of prompts end at pages.
     """
 
-    __slots__ = ("aligned_tokens", "begins_anywhere", "is_sync", "loads", "running", "settles_ends", "takes_places")
+    __slots__ = ("aligned_tokens", "begins_anywhere", "holds_seat", "is_sync", "loads", "running", "settles_ends")
 
     loads: Loads
     running: Running
 
     def __init__(
-        self, *, takes_places: bool, settles_ends: bool = False, is_sync: bool = False, begins_anywhere: bool = False
+        self, *, holds_seat: bool, settles_ends: bool = False, is_sync: bool = False, begins_anywhere: bool = False
     ) -> None:
-        self.takes_places = takes_places
+        self.holds_seat = holds_seat
         self.settles_ends = settles_ends
         self.is_sync = is_sync
         self.begins_anywhere = begins_anywhere
@@ -113,7 +113,7 @@ class Waits(ABC):
         """Return the number of blocks that `request` has from the start of its load, which brings pages up to `end`."""
 
     @abstractmethod
-    def open(self, request: Request, match: Match, num_known: int, num_front: int, end: int) -> Holding:
+    def open(self, request: Request, match: Match, num_known: int, num_front: int, end: int) -> BlockTable:
         """Take what `request` has from the start of its load, in addition to `match`, which is on the device."""
 
     @abstractmethod
@@ -175,20 +175,20 @@ class Loads:
         cache: Cache,
         waiting: WaitingQueue,
         page_size: int,
-        tell: Tell | None,
+        emit: Emit | None,
         waits: Waits,
         offers: GroupOffers | None = None,
     ) -> None:
         self.tiers = tiers
         self.offers = offers
         self._waits = waits
-        self.takes_places = waits.takes_places
+        self.holds_seat = waits.holds_seat
         self.settles_ends = waits.settles_ends
         self.is_sync = waits.is_sync
         self.begins_anywhere = waits.begins_anywhere
         self._cache = cache
         self._page_size = page_size
-        self._tell = tell
+        self._emit = emit
         self._waiting = waiting
         self.loading: dict[int, LoadUnderWay] = {}
         """Loads under way by the index of their request, in the order of admission, ABANDONED ones included."""
@@ -214,8 +214,8 @@ class Loads:
         self.early: list[LoadUnderWay] = []
         """Those under way whose requests can compute on in the planned step, while later layers are loaded."""
         self.num_abandoned = 0
-        self._confirmed: list[tuple[Content, int, Holding]] = []
-        """Contents that get full pages in the scheduled step, their numbers of full pages then, and their holdings."""
+        self._confirmed: list[tuple[Content, int, BlockTable]] = []
+        """Contents that get full pages in the scheduled step, how many they have then, and their block tables."""
         waits.loads = self
 
     @property
@@ -306,7 +306,7 @@ class Loads:
         if num_behind:
             # Where running requests leave no memory for another one, those behind gain nothing by a load, which keeps
             # its memory meanwhile.
-            num_left = self._cache.num_free + sum(num_pages for _, num_pages in self.holdings())
+            num_left = self._cache.num_free + sum(num_pages for _, num_pages in self.tables())
             if num_left < 2 * self._cache.needs.to_compute(num_known, self._page_size):
                 num_behind = 0
         leader, awaited = self._leader(request, start, limit) if self.loading else (None, None)
@@ -329,22 +329,22 @@ class Loads:
                 tiers.follow(leader.transfer)
             self._followers.setdefault(leader.request.index, []).append(request)
             self.num_following += 1
-            if self._tell is not None:
-                self._tell(LoadAwaited(leader.transfer, request.index, start))
+            if self._emit is not None:
+                self._emit(LoadAwaited(leader.transfer, request.index, start))
             return True
-        if self._tell is not None and weighed.num_pages < offer.num_pages:
+        if self._emit is not None and weighed.num_pages < offer.num_pages:
             offered = self._named(offer.by_tier)
             weights = weighed.num_pages, weighed.load_ns, weighed.worth_ns
-            self._tell(LoadWeighed(request.index, request.content, start, offered, *weights))
+            self._emit(LoadWeighed(request.index, request.content, start, offered, *weights))
         end = start + weighed.num_pages
         if not weighed.num_pages or not self._waits.fits(request, match, num_known, end, num_kept, budget):
             tiers.forget(request.index)
             return False
-        if self._tell is not None:
+        if self._emit is not None:
             # Emitted before the evictions that make room for it.
             by_tier = self._named(weighed.by_tier)
             num_held = self._waits.held(request, match, num_known, weighed.num_front, end)
-            self._tell(
+            self._emit(
                 LoadStarted(
                     tiers.num_transfers,
                     request.index,
@@ -358,11 +358,11 @@ class Loads:
         front_end = start + weighed.num_front
         load = LoadUnderWay(request, tiers.num_transfers, start, front_end, end, weighed.by_tier)
         self.loading[request.index] = load
-        holding = request.holding = self._waits.open(request, match, num_known, weighed.num_front, end)
+        table = request.table = self._waits.open(request, match, num_known, weighed.num_front, end)
         request.become(RequestState.LOADING)
         num_loaded = weighed.num_pages - weighed.num_front
         load.end_ns = tiers.start_load(
-            request.index, request.content, front_end, num_loaded, holding, weighed.num_front, weighed.wait_ns
+            request.index, request.content, front_end, num_loaded, table, weighed.num_front, weighed.wait_ns
         )
         request.num_computed = start * self._page_size
         if weighed.num_front:
@@ -404,13 +404,13 @@ class Loads:
         without = replace(offer, most_front=(0,) * len(offer.by_tier))
         return self.weigh(without, match, num_known, num_behind, awaited)
 
-    def begin_front(self, holding: Holding, start: int, num_in_flight: int) -> None:
+    def begin_front(self, table: BlockTable, start: int, num_in_flight: int) -> None:
         """Release parts of a front to which neither tokens from `start` on nor the `num_in_flight` before attend."""
-        self._cache.incoming.begin_front(holding, start, num_in_flight)
+        self._cache.incoming.begin_front(table, start, num_in_flight)
 
-    def extend_front(self, holding: Holding, end: int) -> None:
+    def extend_front(self, table: BlockTable, end: int) -> None:
         """Make the pages findable that the tokens of a front up to `end` fill, before those that are loaded."""
-        self._cache.incoming.extend_front(holding, end)
+        self._cache.incoming.extend_front(table, end)
 
     def begin_turn(self, request: Request, loaded: Loaded) -> bool:
         """Let `request`, whose load has ended, have its turn; return False if it has nothing, and waits again."""
@@ -499,8 +499,8 @@ class Loads:
         self.ended.remove(load)
         del self.loading[request.index]
         self._count_front(load)
-        if self._tell is not None:
-            self._tell(LoadUsed(load.transfer, request.index))
+        if self._emit is not None:
+            self._emit(LoadUsed(load.transfer, request.index))
         self.tiers.use_early(load.transfer)
         can_go_on = self._waits.arrive(load, result)
         assert can_go_on, "what is under way does not fail any more"
@@ -572,23 +572,23 @@ class Loads:
             self.close(request)
         self._waits.cancelled(request)
 
-    def add_computed(self, content: Content, num_full: int, holding: Holding) -> None:
+    def add_computed(self, content: Content, num_full: int, table: BlockTable) -> None:
         """Record that the first `num_full` pages of `content` are complete when the scheduled step ends."""
-        self._confirmed.append((content, num_full, holding))
+        self._confirmed.append((content, num_full, table))
 
     def confirm(self) -> None:
         """Confirm complete pages to the tiers: the scheduled step has ended."""
-        for content, num_full, holding in self._confirmed:
-            self.tiers.confirm(content, num_full, holding)
+        for content, num_full, table in self._confirmed:
+            self.tiers.confirm(content, num_full, table)
         self._confirmed.clear()
 
     def by_name(self, loaded: Loaded) -> tuple[tuple[str, int], ...]:
         """Return the name of each tier with the number of pages loaded from it."""
         return self._by_name(loaded.by_tier)
 
-    def holdings(self) -> list[tuple[Holding, int]]:
-        """Return the holding of each request here with its number of pages."""
-        return [(holding, holding.num_pages) for request in self.requests() if (holding := request.holding) is not None]
+    def tables(self) -> list[tuple[BlockTable, int]]:
+        """Return the block table of each request here with its number of pages."""
+        return [(table, table.num_pages) for request in self.requests() if (table := request.table) is not None]
 
     def requests(self) -> list[Request]:
         """Return the requests here that have pages, or get them from their load."""
@@ -614,7 +614,7 @@ class Loads:
 
     def release(self, request: Request) -> None:
         """Release everything that `request` holds; it never ran."""
-        holding = request.holding
-        assert holding is not None
-        self._cache.incoming.drop(holding)
-        request.holding = None
+        table = request.table
+        assert table is not None
+        self._cache.incoming.drop(table)
+        request.table = None

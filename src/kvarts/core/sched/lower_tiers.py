@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvarts.core.content import Content
-from kvarts.core.kv.cache import Holding
-from kvarts.core.kv.eviction import HeldPages
+from kvarts.core.kv.cache import BlockTable
+from kvarts.core.kv.eviction import PinnedPages
 
 if TYPE_CHECKING:
     from kvarts.core.kv.runs import RunMatch
@@ -73,7 +73,7 @@ class Offers(Protocol):
         content: Content,
         start: int,
         num_pages: int,
-        holding: Holding,
+        table: BlockTable,
         num_front: int = 0,
         wait_ns: int | None = None,
     ) -> int:
@@ -106,13 +106,13 @@ class Stores(Protocol):
     def plan_stores(self, now_ns: int) -> None:
         """Begin the stores of the step that starts at `now_ns`, which has taken its pages."""
 
-    def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
-        """Record that the first `num_pages` pages of `content`, in `holding`, are complete."""
+    def confirm(self, content: Content, num_pages: int, table: BlockTable) -> None:
+        """Record that the first `num_pages` pages of `content`, in `table`, are complete."""
 
-    def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
-        """Record that a request lost the first `num_pages` pages of `content`, in `holding`, and waits again."""
+    def preempted(self, content: Content, num_pages: int, table: BlockTable) -> None:
+        """Record that a request lost the first `num_pages` pages of `content`, in `table`, and waits again."""
 
-    def keep_state(self, content: Content, num_tokens: int, holding: Holding) -> bool:
+    def keep_state(self, content: Content, num_tokens: int, table: BlockTable) -> bool:
         """Return whether the state of a request that is about to be preempted, after `num_tokens`, is kept for it."""
 
     def resumed(self, content: Content) -> None:
@@ -190,7 +190,7 @@ class LowerTiers(Offers, Stores, Transfers, StepTimes, Protocol):
     def totals(self) -> TransferTotals:
         """Return the totals of transfers so far."""
 
-    def holds(self) -> list[HeldPages]:
+    def holds(self) -> list[PinnedPages]:
         """Return the pages of the device that transfers hold."""
 
     def reset(self) -> None:

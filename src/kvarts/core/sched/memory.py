@@ -122,11 +122,11 @@ class Memory:
         """Free the `num_short` blocks that the head lacks, by giving up stores and pins or by other models."""
         cache, pages, request, match = self._cache, self._pages, ask.request, ask.match
         num_matched = cache.needs.lent_of(match) if cache.lender.num_lent() else 0
-        if pages.reclaim(num_short, num_matched):
+        if pages.reclaim_lent(num_short, num_matched):
             return AGAIN  # it may now have to take pages that it shared with stores
         if self._pins is not None and self._pins.num_pins and self._pins.give_up_oldest():
             return AGAIN  # it may now have to take pages that it shared with the pin
-        if pages.make_way(request, ask.num_wanted, to_admit=True):
+        if pages.preempt_for(request, ask.num_wanted, to_admit=True):
             return PASS
         ask.least = cache.needs.least_to_admit(match, ask.num_known, ask.num_new) + ask.num_kept + num_matched
         self._lacking = request, ask.num_wanted, ask.least, step.budget, match.num_pages

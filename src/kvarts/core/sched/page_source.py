@@ -41,15 +41,15 @@ class PageSource(Protocol):
         """Return how many pages are free for a request that is to be admitted with `num_pages` pages."""
 
     def num_lent(self) -> int:
-        """Return how many pages `reclaim` can free."""
+        """Return how many pages `reclaim_lent` can free."""
 
-    def reclaim(self, num_pages: int, num_matched: int = 0) -> bool:
+    def reclaim_lent(self, num_pages: int, num_matched: int = 0) -> bool:
         """Free `num_pages` pages that only stores to a tier below hold; return False if there are not so many.
 
         `num_matched`: those of them that the request itself is going to hold.
         """
 
-    def make_way(self, request: Request, num_pages: int, *, to_admit: bool) -> bool:
+    def preempt_for(self, request: Request, num_pages: int, *, to_admit: bool) -> bool:
         """Request pages from other models until `num_pages` can be taken for `request`; return whether they can."""
 
 
@@ -78,13 +78,13 @@ class OnePool:
         """Return the idle pages that stores hold."""
         return self._cache.lender.num_lent()
 
-    def reclaim(self, num_pages: int, num_matched: int = 0) -> bool:
+    def reclaim_lent(self, num_pages: int, num_matched: int = 0) -> bool:
         """Give up stores for `num_pages` pages, if that is enough."""
         if num_pages + num_matched > self._cache.lender.num_lent():
             return False
-        self._cache.lender.give_back(num_pages)
+        self._cache.lender.return_lent(num_pages)
         return True
 
-    def make_way(self, request: Request, num_pages: int, *, to_admit: bool) -> bool:
+    def preempt_for(self, request: Request, num_pages: int, *, to_admit: bool) -> bool:
         """Unpin pages until `num_pages` can be taken; return whether they can."""
         return self.pins is not None and self.pins.num_pins > 0 and self.pins.give_up(num_pages)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.events import Preemption
-from kvarts.core.kv.cache import Cache, Holding, Mark
+from kvarts.core.kv.cache import BlockTable, Cache, Mark
 from kvarts.core.request import Request, RequestState
 from kvarts.core.sched.page_source import PageSource
 from kvarts.core.sched.policy import WaitingQueue
@@ -18,7 +18,7 @@ from kvarts.core.sched.running import Running
 if TYPE_CHECKING:
     from kvarts.core.sched.loads import LowerTiers
 
-__all__ = ["Planned", "Preemptor", "holding_of"]
+__all__ = ["Planned", "Preemptor", "table_of"]
 
 DECODING: Final = RequestState.DECODING
 FINISHED: Final = RequestState.FINISHED
@@ -45,12 +45,12 @@ class Preemptor:
 
     __slots__ = (
         "_cache",
+        "_emit",
         "_mark",
         "_page_blocks",
         "_page_size",
         "_pages",
         "_running",
-        "_tell",
         "_waiting",
         "gave_way",
         "last_end_ns",
@@ -65,14 +65,14 @@ class Preemptor:
         cache: Cache,
         pages: PageSource,
         mark: Mark,
-        tell: Tell | None,
+        emit: Emit | None,
     ) -> None:
         self._running = running
         self._waiting = waiting
         self._cache = cache
         self._pages = pages
         self._mark = mark
-        self._tell = tell
+        self._emit = emit
         self.tiers: LowerTiers | None = None
         self._page_size = running.wheel.page_size
         self._page_blocks = cache.page_blocks
@@ -87,7 +87,7 @@ class Preemptor:
         if num_due * self._page_blocks > cache.num_free:
             return self._take_in_turn(self._running.wheel.needing_page(), now_ns)
         if cache.names_decodes:
-            cache.take_due([holding_of(request) for request in self._running.wheel.needing_page()])
+            cache.take_due([table_of(request) for request in self._running.wheel.needing_page()])
         else:
             cache.take_pages(num_due)
         return True
@@ -109,7 +109,7 @@ class Preemptor:
         The decodes have taken their pages for this step. `planned`: chunks of this step that have taken theirs and are
         not computed, by admission; those of preempted requests are removed.
         """
-        while not self._can_take(num_pages) and not self.others_make_way(asker, num_pages):
+        while not self._can_take(num_pages) and not self.others_preempt_for(asker, num_pages):
             planned.pop(self._running.victim().admission, None)
             if self._preempt_for(asker, num_pages, now_ns, None) is asker:
                 return False
@@ -118,13 +118,13 @@ class Preemptor:
     def _can_take(self, num_blocks: int) -> bool:
         """Return whether so many blocks are free; stores give up what they hold for it."""
         num_short = num_blocks - self._cache.num_free
-        return num_short <= 0 or self._pages.reclaim(num_short)
+        return num_short <= 0 or self._pages.reclaim_lent(num_short)
 
-    def others_make_way(self, request: Request, num_pages: int) -> bool:
+    def others_preempt_for(self, request: Request, num_pages: int) -> bool:
         """Return whether `num_pages` can be taken for running `request` now because other models gave way."""
         if self._running.victim().priority < request.priority:
             return False  # its own model has less important work, which is preempted first
-        return self._pages.make_way(request, num_pages, to_admit=False)
+        return self._pages.preempt_for(request, num_pages, to_admit=False)
 
     def give_way(self, num_victims: int, model: str, asker: int, num_pages: int) -> list[Request]:
         """Preempt the next `num_victims` victims, between steps, for request `asker` of `model`; return them.
@@ -164,11 +164,11 @@ class Preemptor:
                 continue  # preempted for a request before it
             num_computed = wheel.num_computed(request)
             if request in unsettled:
-                cache.settle(holding_of(request), num_computed, self._running.num_in_flight(request))
+                cache.free_skipped(table_of(request), num_computed, self._running.num_in_flight(request))
                 cache.count()
             if num_computed % page_size:
                 continue
-            while not self._can_take(blocks) and not self.others_make_way(request, blocks):
+            while not self._can_take(blocks) and not self.others_preempt_for(request, blocks):
                 admission = request.admission
                 if self._preempt_for(request, blocks, now_ns, served) is request:
                     self._running.stall_after(admission, now_ns)
@@ -177,7 +177,7 @@ class Preemptor:
                             self._running.end_again(ended)
                     return False
             served.add(request.index)
-            cache.take_page(holding_of(request), num_computed // page_size)
+            cache.take_page(table_of(request), num_computed // page_size)
         return True
 
     def take_turn(self, request: Request, num_pages: int, now_ns: int, served: set[int]) -> bool:
@@ -185,7 +185,7 @@ class Preemptor:
 
         `served`: the decodes that had their turns. A request that has to preempt itself ends the step.
         """
-        while not self._can_take(num_pages) and not self.others_make_way(request, num_pages):
+        while not self._can_take(num_pages) and not self.others_preempt_for(request, num_pages):
             admission = request.admission
             if self._preempt_for(request, num_pages, now_ns, served) is request:
                 self._running.stall_after(admission, now_ns)
@@ -226,25 +226,25 @@ class Preemptor:
 
     def _send_back(self, victim: Request, preemption: Preemption, num_unused: int = 0, num_unnamed: int = 0) -> None:
         """Return `victim`, which is off the wheel, to the waiting queue, unless it has ended."""
-        holding, tiers = holding_of(victim), self.tiers
+        table, tiers = table_of(victim), self.tiers
         if tiers is not None and victim.state is not FINISHED and not self._running.lag:
-            is_kept = tiers.keep_state(victim.content, victim.num_computed, holding)
-            if is_kept and self._tell is not None:
+            is_kept = tiers.keep_state(victim.content, victim.num_computed, table)
+            if is_kept and self._emit is not None:
                 preemption = msgspec.structs.replace(preemption, keeps_state=True)
-        if self._tell is not None:
-            self._tell(preemption)
+        if self._emit is not None:
+            self._emit(preemption)
         self._running.release(victim, num_unused, num_unnamed)
         victim.num_preemptions += 1
         if victim.state is FINISHED:
             return
         if tiers is not None:
-            tiers.preempted(victim.content, victim.num_computed // self._page_size - num_unnamed, holding)
+            tiers.preempted(victim.content, victim.num_computed // self._page_size - num_unnamed, table)
         victim.become(RequestState.PREEMPTED)
         victim.num_computed = 0
         self._waiting.push(victim)
 
 
-def holding_of(request: Request) -> Holding:
-    """Return the holding of running `request`."""
-    assert request.holding is not None
-    return request.holding
+def table_of(request: Request) -> BlockTable:
+    """Return the block table of running `request`."""
+    assert request.table is not None
+    return request.table

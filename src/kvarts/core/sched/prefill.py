@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvarts.base.limits import MOST_COUNT
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.events import ChunkComputed, ChunkPlanned
-from kvarts.core.kv.cache import Cache, Holding
-from kvarts.core.parts.own_pages import OwnPagesInUse
+from kvarts.core.kv.cache import BlockTable, Cache
+from kvarts.core.parts.session_pages import SessionPagesInUse
 from kvarts.core.request import Request
 from kvarts.core.sched.plan import Chunk, chunk_of
 from kvarts.core.sched.preemption import Planned, Preemptor
@@ -30,6 +30,7 @@ class Prefill:
         "_aligned",
         "_batch",
         "_cache",
+        "_emit",
         "_is_limited",
         "_itl",
         "_loads",
@@ -39,7 +40,6 @@ class Prefill:
         "_preemptor",
         "_published",
         "_running",
-        "_tell",
         "completing",
         "computed",
         "computing",
@@ -53,11 +53,11 @@ class Prefill:
         self,
         running: Running,
         cache: Cache,
-        own_pages: OwnPagesInUse,
+        session_pages: SessionPagesInUse,
         preemptor: Preemptor,
         *,
         batch: InputBatch | None,
-        tell: Tell | None,
+        emit: Emit | None,
     ) -> None:
         self.completing: list[Request] = []
         """Requests that compute the last of their known tokens in the scheduled step."""
@@ -75,11 +75,11 @@ class Prefill:
         """Decodes admitted before this have published the pages that they fill in the step being planned."""
         self._running = running
         self._cache = cache
-        self._own_pages = own_pages
+        self._own_pages = session_pages
         self._preemptor = preemptor
         self._batch = batch
         self._page_size = running.wheel.page_size
-        self._tell = tell
+        self._emit = emit
         self._loads: Loads | None = None
         self._itl: ItlBound | None = None
         self._aligned: AlignedChunks | None = None
@@ -137,8 +137,8 @@ class Prefill:
             self._compute(request, num_tokens, num_known, chunks)
             return num_tokens
         num_allowed = num_tokens
-        if self._aligned is not None and request.holding is not None:
-            branch = self._cache.states.branch(request.holding)
+        if self._aligned is not None and request.table is not None:
+            branch = self._cache.states.branch(request.table)
             num_allowed = num_tokens = self._aligned.num_tokens(request, hit_tokens, num_tokens, branch)
             if not num_tokens:
                 # After its load, the budget reaches no page end: it computes in a later step.
@@ -157,12 +157,12 @@ class Prefill:
 
         A request that the bound of latency keeps from computing more uses up the budget.
         """
-        request, holding, loads = load.request, load.request.holding, self._loads
-        assert holding is not None and loads is not None and self._batch is None
+        request, table, loads = load.request, load.request.table, self._loads
+        assert table is not None and loads is not None and self._batch is None
         start, front_end = request.num_computed, load.front_end * self._page_size
         num_allowed = num_tokens = min(front_end - start, budget, self.most_tokens)
         if self._aligned is not None:
-            branch = self._cache.states.branch(holding)
+            branch = self._cache.states.branch(table)
             num_allowed = num_tokens = self._aligned.num_tokens(request, start, num_tokens, branch)
             if not num_tokens:
                 return 0  # the budget reaches no page end
@@ -172,13 +172,13 @@ class Prefill:
                 return budget
         end = request.num_computed = start + num_tokens
         num_known = request.num_prompt_tokens + request.num_output_tokens
-        loads.begin_front(holding, start, self._running.num_in_flight(request))
-        if self._tell is not None:
-            self._tell(ChunkComputed(request.index, start, end, num_known))
-        loads.extend_front(holding, end)
+        loads.begin_front(table, start, self._running.num_in_flight(request))
+        if self._emit is not None:
+            self._emit(ChunkComputed(request.index, start, end, num_known))
+        loads.extend_front(table, end)
         if self._running.lag:
             self.computing[request] = num_tokens
-        self._note_full(request, holding, start, end)
+        self._note_full(request, table, start, end)
         chunks.append(Chunk(start, end - start, request.num_prompt_tokens, num_known))
         if end == front_end:
             loads.fronts.remove(load)
@@ -212,8 +212,8 @@ class Prefill:
             num_allowed = num_tokens = min(num_left, num_allowed)
             if num_tokens <= 0:
                 break
-            if self._aligned is not None and request.holding is not None:
-                branch = cache.states.branch(request.holding)
+            if self._aligned is not None and request.table is not None:
+                branch = cache.states.branch(request.table)
                 num_allowed = num_tokens = self._aligned.num_tokens(request, start, num_tokens, branch)
                 if not num_tokens:
                     continue  # the budget reaches no page end
@@ -226,7 +226,7 @@ class Prefill:
             if not num_tokens:
                 break
             if request.own is None:
-                assert request.holding is not None
+                assert request.table is not None
                 # Usually there is much more room than the next chunk can take.
                 num_most += (num_tokens // self._page_size + 2) * cache.page_blocks
                 if planned and (cache.releases or num_most > cache.num_free):
@@ -237,7 +237,7 @@ class Prefill:
                 if cache.releases:
                     running.settle(request, start)
                 if num_most > cache.num_free:
-                    num_blocks = max(0, cache.needs.to_run(request.holding, start, start + num_tokens))
+                    num_blocks = max(0, cache.needs.to_run(request.table, start, start + num_tokens))
                     num_decoding = running.wheel.num_decoding
                     if not self._preemptor.make_room(request, num_blocks, now_ns, planned):
                         break
@@ -263,8 +263,8 @@ class Prefill:
         if cache.releases and num_tokens > 0:
             running.settle(request, start)
         if (num_tokens // self._page_size + 2) * cache.page_blocks > cache.num_free:
-            assert request.holding is not None
-            num_blocks = max(0, cache.needs.to_run(request.holding, start, start + num_tokens))
+            assert request.table is not None
+            num_blocks = max(0, cache.needs.to_run(request.table, start, start + num_tokens))
             num_decoding = running.wheel.num_decoding
             if not self._preemptor.make_room(request, num_blocks, now_ns, {}):
                 num_tokens = 0
@@ -284,10 +284,10 @@ class Prefill:
             request = chunk.request
             if not chunk.has_pages and request.own is None:
                 chunk.has_pages = True
-                if self._tell is not None:
-                    self._tell(ChunkPlanned(request.index, chunk.end))
-                assert request.holding is not None
-                self._cache.take_for(request.holding, chunk.end)
+                if self._emit is not None:
+                    self._emit(ChunkPlanned(request.index, chunk.end))
+                assert request.table is not None
+                self._cache.take_for(request.table, chunk.end)
 
     def _compute_planned(self, planned: dict[int, Planned], chunks: list[Chunk]) -> int:
         """Compute the chunks in `planned`, and remove them; return the number of their tokens.
@@ -360,19 +360,19 @@ class Prefill:
             if request.own is not None:
                 continue
             num_computed = wheel.num_computed(request) + num_steps - lag
-            holding = request.holding
-            assert holding is not None
-            cache.publish(holding, num_computed)
+            table = request.table
+            assert table is not None
+            cache.publish(table, num_computed)
             if self._loads is not None:
-                self._note_full(request, holding, num_computed - num_steps, num_computed)
+                self._note_full(request, table, num_computed - num_steps, num_computed)
 
-    def _note_full(self, request: Request, holding: Holding, start: int, end: int) -> None:
+    def _note_full(self, request: Request, table: BlockTable, start: int, end: int) -> None:
         """Record, for the tiers below, the pages of known tokens that are full now that [start, end) are computed."""
         loads, content = self._loads, request.content
         assert loads is not None
         num_full = min(end // self._page_size, content.num_known_pages)
         if num_full > start // self._page_size:
-            loads.add_computed(content, num_full, holding)
+            loads.add_computed(content, num_full, table)
 
     def _compute(self, request: Request, num_tokens: int, num_known: int, chunks: list[Chunk]) -> None:
         """Take the pages of a chunk and count it as computed; its full pages can be hit from now on."""
@@ -380,19 +380,19 @@ class Prefill:
         start = request.num_computed
         end = request.num_computed = start + num_tokens
         is_last = end == num_known
-        if self._tell is not None:
-            self._tell(ChunkComputed(request.index, start, end, num_known))
-        own, holding, chunked = request.own, request.holding, running.chunked
+        if self._emit is not None:
+            self._emit(ChunkComputed(request.index, start, end, num_known))
+        own, table, chunked = request.own, request.table, running.chunked
         if own is not None:
             self._own_pages.compute(own, start, end)
             if running.lag:
                 self.computing[request] = num_tokens
         else:
-            assert holding is not None
+            assert table is not None
             if self._notes_chunks:
-                self._fill(request, holding, start, end, num_known)
+                self._fill(request, table, start, end, num_known)
             else:
-                self._cache.extend(holding, end, is_end=is_last)
+                self._cache.extend(table, end, is_end=is_last)
         if is_last:
             self.completing.append(request)
             if chunked and request in chunked:
@@ -408,7 +408,7 @@ class Prefill:
         else:
             chunks.append(chunk_of(request, start, num_tokens, num_known))
 
-    def _fill(self, request: Request, holding: Holding, start: int, end: int, num_known: int) -> None:
+    def _fill(self, request: Request, table: BlockTable, start: int, end: int, num_known: int) -> None:
         """Take the pages of a chunk, and note what states, loads, or plans made ahead need to know about it."""
         running, cache = self._running, self._cache
         is_taken_off = bool(running.taken_off) and request in running.taken_off
@@ -418,12 +418,12 @@ class Prefill:
         if is_taken_off:  # as on the wheel
             running.taken_off.remove(request)
             request.has_unread = True
-            cache.take_for(holding, end)
-            cache.publish(holding, start)
+            cache.take_for(table, end)
+            cache.publish(table, start)
         else:
-            cache.extend(holding, end, is_end=end == num_known)
+            cache.extend(table, end, is_end=end == num_known)
         if self._loads is not None:
-            self._note_full(request, holding, start, end)
+            self._note_full(request, table, start, end)
         if running.lag:
             self.computing[request] = end - start
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from kvarts.core.kv.cache import Cache, Holding
+from kvarts.core.kv.cache import BlockTable, Cache
 from kvarts.core.request import NEXT_STATES, Request, RequestState
 from kvarts.core.sched.wheel import DecodeWheel
 
@@ -22,11 +22,11 @@ FINISHED: Final = RequestState.FINISHED
 class RunningOrder:
     """Running requests in the order of priority, then seniority: that of admission, but for those that were loaded."""
 
-    __slots__ = ("_by_priority", "_num_loaded", "_with_own_pages", "num_running")
+    __slots__ = ("_by_priority", "_num_loaded", "_with_session_pages", "num_running")
 
     def __init__(self) -> None:
         self._by_priority: dict[int, dict[int, Request]] = {}
-        self._with_own_pages: dict[int, Request] = {}
+        self._with_session_pages: dict[int, Request] = {}
         self._num_loaded = 0
         """Running requests that are senior to some that were admitted before them, as their load took time."""
         self.num_running = 0
@@ -35,7 +35,7 @@ class RunningOrder:
         """Add `request`, which has a larger `admission` than all before; a larger `seniority`, unless it was loaded."""
         self.num_running += 1
         if request.own is not None:
-            self._with_own_pages[request.admission] = request
+            self._with_session_pages[request.admission] = request
             return
         same = self._by_priority.get(request.priority)
         if same is None:
@@ -56,7 +56,7 @@ class RunningOrder:
         """Remove a request that ended or was preempted."""
         self.num_running -= 1
         if request.own is not None:
-            del self._with_own_pages[request.admission]
+            del self._with_session_pages[request.admission]
             return
         same = self._by_priority[request.priority]
         del same[request.seniority]
@@ -92,7 +92,7 @@ class RunningOrder:
     def __iter__(self) -> Iterator[Request]:
         for priority in sorted(self._by_priority):
             yield from self._by_priority[priority].values()
-        yield from self._with_own_pages.values()
+        yield from self._with_session_pages.values()
 
 
 class Running(RunningOrder):
@@ -193,8 +193,8 @@ class Running(RunningOrder):
         is_merged = True
         for request in filled:
             if request.own is None:
-                assert request.holding is not None
-                if cache.late is None or not cache.late.is_distinct(request.holding):
+                assert request.table is not None
+                if cache.late is None or not cache.late.is_distinct(request.table):
                     is_merged = False
                     break
         size = end - first if is_merged else self._page_size
@@ -202,8 +202,8 @@ class Running(RunningOrder):
             stop = min(start + size, end)
             for request in filled if is_merged else wheel.having_filled(start, stop - start):
                 if request.own is None:
-                    assert request.holding is not None
-                    cache.publish(request.holding, request.wheel_base + stop)
+                    assert request.table is not None
+                    cache.publish(request.table, request.wheel_base + stop)
 
     def enter(self, request: Request, hit_tokens: int, now_ns: int) -> None:
         """Let `request` run from `now_ns` on, admitted last, with its first `hit_tokens` tokens in pages."""
@@ -278,8 +278,8 @@ class Running(RunningOrder):
         if late is None:
             return False  # where windows release parts, each request has its turn anyway
         for request in self if self.num_sharing else self.chunked:
-            holding = request.holding
-            if holding is not None and late.repeats(holding):
+            table = request.table
+            if table is not None and late.repeats(table):
                 return True
         return False
 
@@ -299,8 +299,8 @@ class Running(RunningOrder):
             if batch is not None:
                 batch.append_sampled(request, request.num_known, self.wheel.step)
                 batch.stop_decoding(request)
-            assert request.holding is not None
-            self._cache.stop_decoding(request.holding, -(-request.num_computed // self._page_size))
+            assert request.table is not None
+            self._cache.stop_decoding(request.table, -(-request.num_computed // self._page_size))
             request.become(PREFILLING)
             self.chunked.append(request)
             stalled.append(request)
@@ -311,9 +311,9 @@ class Running(RunningOrder):
 
     def settle(self, request: Request, start: int) -> None:
         """Let `request` release, at its turn, the pages that no token from `start`, its next one, on attends to."""
-        cache, holding = self._cache, request.holding
-        assert holding is not None
-        cache.settle(holding, start, self.num_in_flight(request))
+        cache, table = self._cache, request.table
+        assert table is not None
+        cache.free_skipped(table, start, self.num_in_flight(request))
         cache.count()
 
     def shares(self, request: Request) -> bool:
@@ -338,8 +338,8 @@ class Running(RunningOrder):
             if request.has_unread and request.admission >= 0:
                 request.has_unread = False
                 if request.num_computed % self._page_size == 0:
-                    assert request.holding is not None
-                    self._cache.publish(request.holding, request.num_computed)
+                    assert request.table is not None
+                    self._cache.publish(request.table, request.num_computed)
         self.taken_off = []
 
     def keep(self, request: Request) -> None:
@@ -347,8 +347,8 @@ class Running(RunningOrder):
 
         If it stops, the next step computes that token.
         """
-        assert request.holding is not None
-        self._cache.stop_decoding(request.holding, -(-request.num_computed // self._page_size))
+        assert request.table is not None
+        self._cache.stop_decoding(request.table, -(-request.num_computed // self._page_size))
         self._count_recomputed(request)
         self.ended.append(request)
         if request.stops and self.lag:
@@ -372,7 +372,7 @@ class Running(RunningOrder):
         of their tokens are known yet.
         """
         page_size, batch = self._page_size, self.batch
-        holding = request.holding
+        table = request.table
         num_computed = request.num_computed
         if request.own is not None:
             if batch is not None:
@@ -381,22 +381,22 @@ class Running(RunningOrder):
             self.remove(request)
             request.admission = request.seniority = -1
             return
-        assert holding is not None
+        assert table is not None
         if batch is not None:
             batch.append_sampled(request, request.num_known, self.wheel.step)
             batch.leave(request)
-            num_pages = holding.num_pages
+            num_pages = table.num_pages
         else:
             # Pages of decodes are taken in bulk; a request that was loaded has its pages before it computes.
             num_pages = -(-num_computed // page_size) + num_unused
-            if num_pages < holding.num_pages:
-                num_pages = holding.num_pages
+            if num_pages < table.num_pages:
+                num_pages = table.num_pages
         num_full = num_computed // page_size - num_unnamed
         if self.names_at_turns:
-            num_full = holding.num_named
-        self._cache.close(holding, num_full, num_pages)
+            num_full = table.num_named
+        self._cache.close(table, num_full, num_pages)
         self.num_left += 1
-        request.holding = None
+        request.table = None
         self.remove(request)  # as `part` does
         request.admission = request.seniority = -1
         if request.furthest_computed and request.state is not FINISHED:
@@ -426,14 +426,14 @@ class Running(RunningOrder):
 
     def num_pages_of(self, request: Request) -> int:
         """Return how many pages running `request` holds."""
-        holding = request.holding
-        assert holding is not None
-        if holding.page_ids is not None or request.state is not DECODING:
-            return holding.num_pages
-        return max(holding.num_pages, -(-self.num_computed(request) // self._page_size))
+        table = request.table
+        assert table is not None
+        if table.page_ids is not None or request.state is not DECODING:
+            return table.num_pages
+        return max(table.num_pages, -(-self.num_computed(request) // self._page_size))
 
-    def holdings(self) -> list[tuple[Holding, int]]:
-        """Return the holding and number of pages of each running request, between steps. Assert that states fit."""
+    def tables(self) -> list[tuple[BlockTable, int]]:
+        """Return the block table and number of pages of each running request, between steps. Assert that states fit."""
         held = []
         for request in self:
             expected = PREFILLING if request in self.chunked else DECODING
@@ -442,6 +442,6 @@ class Running(RunningOrder):
             assert request.state is expected, f"{request!r} runs, and should be {expected.name}"
             if request.own is not None:
                 continue
-            assert request.holding is not None
-            held.append((request.holding, self.num_pages_of(request)))
+            assert request.table is not None
+            held.append((request.table, self.num_pages_of(request)))
         return held

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvarts.base.errors import ConfigError
 from kvarts.core.config import EngineConfig
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.events import Admitted, Blocked, Finished, HeadBlocked
 from kvarts.core.kv.cache import Cache, Leap, Pins
 from kvarts.core.request import NEXT_STATES, Request, RequestState
@@ -66,7 +66,7 @@ class Scheduler(SchedulerState):
         waiting: WaitingQueue,
         *,
         batch: InputBatch | None = None,
-        tell: Tell | None = None,
+        emit: Emit | None = None,
         pins: Pins | None = None,
         lag: int = 0,
         finds_prefixes: bool = True,
@@ -78,7 +78,7 @@ class Scheduler(SchedulerState):
             pages,
             waiting,
             batch=batch,
-            tell=tell,
+            emit=emit,
             pins=pins,
             lag=lag,
             finds_prefixes=finds_prefixes,
@@ -121,7 +121,7 @@ class Scheduler(SchedulerState):
             request.priority = 0
         request.become(QUEUED)
         if request.own is not None:
-            self.own_pages.waiting.append(request)
+            self.session_pages.waiting.append(request)
             return None
         if self.loads is not None:
             self.loads.note_arrived(request)
@@ -157,7 +157,7 @@ class Scheduler(SchedulerState):
         """Return the reason why there can never be enough pages for `request`; None if there can."""
         cache = self.cache
         num_tokens = request.num_prompt_tokens + request.max_tokens - 1 or 1  # 0 for one token that is only computed
-        num_reserved = self.own_pages.reserve.num_pages
+        num_reserved = self.session_pages.reserve.num_pages
         num_most = self.pages.num_most - num_reserved
         num_blocks = cache.needs.alone(num_tokens, self.wheel.page_size, num_most)
         if not num_blocks or request.own is not None:
@@ -191,7 +191,7 @@ class Scheduler(SchedulerState):
     @property
     def plans_idle(self) -> bool:
         """Whether a step without requests has effects or events."""
-        is_silent = self.tell is None and self.loads is None and self.running.batch is None
+        is_silent = self.emit is None and self.loads is None and self.running.batch is None
         return not is_silent or self.ahead is not None or self.cache.keeps_time
 
     # One step ---------------------------------------------------------------------------------------------
@@ -207,14 +207,14 @@ class Scheduler(SchedulerState):
         drafted: DraftRows | None = None
         if self.wheel.num_decoding:
             needing_page = self.wheel.needing_page() if drafts is None else drafts.needing_page()
-            decodes = rows.decodes(number, needing_page, self.own_pages.changed)
+            decodes = rows.decodes(number, needing_page, self.session_pages.changed)
             if drafts is not None:
                 drafted, decodes = drafts.plan(decodes, planned, self.pages.token_budget)
                 if drafted is not None:
                     self.cache.look(self.mark)
                     planned = planned.replaced(num_drafted=len(drafted.rows))
         transfers = () if loads is None else loads.tiers.take_planned()
-        copies = self.own_pages.take_copies()
+        copies = self.session_pages.take_copies()
         left, snapshots = rows.take_left(), rows.take_snapshots()
         return StepPlan(number, planned, admitted, step.preempted, decodes, left, transfers, copies, drafted, snapshots)
 
@@ -240,7 +240,7 @@ class Scheduler(SchedulerState):
             self._publish_filled()
         for resume in hooks.resumes:
             resume(step)
-        if self.own_pages.waiting:
+        if self.session_pages.waiting:
             self._admit_with_pages(step)
         if preemptor.preemptions:
             self.blocked = NOT_BLOCKED
@@ -268,15 +268,15 @@ class Scheduler(SchedulerState):
 
     def _admit_with_pages(self, step: Step) -> None:
         """Admit requests that bring their pages, in order of arrival: they do not wait behind others for memory."""
-        waiting, prefill, most_running = self.own_pages.waiting, self.prefill, self.config.max_num_seqs
+        waiting, prefill, most_running = self.session_pages.waiting, self.prefill, self.config.max_num_seqs
         while waiting and step.budget > 0 and self.num_seated < most_running:
             request = waiting[0]
             if not prefill.has_room(request, request.start, step.chunks):
                 step.budget = 0
                 return
             waiting.popleft()
-            if self.tell is not None:
-                self.tell(Admitted(request.index, request.content, 0))
+            if self.emit is not None:
+                self.emit(Admitted(request.index, request.content, 0))
             step.budget -= prefill.start(request, request.start, step.budget, step.now_ns, step.chunks)
             step.admitted.append(request.index)
 
@@ -314,14 +314,14 @@ class Scheduler(SchedulerState):
 
     def _start(self, ask: Ask, step: Step) -> None:
         """Let the head run from this step on, with what it found."""
-        request, tell = ask.request, self.tell
+        request, emit = ask.request, self.emit
         self.waiting.remove(request)
         self.memory.num_published = -1  # `forget`, inlined, as requests start often
-        if tell is not None:
-            self.told_blocked = None
+        if emit is not None:
+            self.emitted_blocked = None
             reach = self.cache.reach(request.content, self.memory.most_pages(ask.num_known))
-            tell(Admitted(request.index, request.content, ask.match.num_pages, reach=reach))
-        request.holding = self.cache.open(ask.match)
+            emit(Admitted(request.index, request.content, ask.match.num_pages, reach=reach))
+        request.table = self.cache.open(ask.match)
         for prepare in self.hooks.starts:
             prepare(ask, step)
         step.budget -= self.prefill.start(request, ask.hit_tokens, step.budget, step.now_ns, step.chunks)
@@ -340,10 +340,10 @@ class Scheduler(SchedulerState):
                 return
         assert head is not None
         self.blocked_head = head
-        if self.tell is not None and self.told_blocked != (head.index, self.blocked):
-            self.told_blocked = head.index, self.blocked
+        if self.emit is not None and self.emitted_blocked != (head.index, self.blocked):
+            self.emitted_blocked = head.index, self.blocked
             num_pages_short = max(0, self.num_pages_wanted - self.cache.num_free)
-            self.tell(HeadBlocked(head.index, self.blocked, num_pages_short))
+            self.emit(HeadBlocked(head.index, self.blocked, num_pages_short))
 
     def commit(self, end_ns: int, result: StepResult | None = None) -> list[Request]:
         """End the scheduled step at `end_ns`; return the requests that finished, in admission order."""
@@ -358,8 +358,8 @@ class Scheduler(SchedulerState):
         if result is not None and result.transfer_reports and self.loads is not None:
             self.loads.tiers.report(result.transfer_reports, end_ns)
             self.blocked = NOT_BLOCKED
-        if self.own_pages.computed:
-            self.own_pages.settle()
+        if self.session_pages.computed:
+            self.session_pages.settle()
         if completing:
             completed = prefill.complete(end_ns, stopped)
             if prefill.has_turns:
@@ -400,7 +400,7 @@ class Scheduler(SchedulerState):
             if changes():
                 return 0
         running = self.running
-        if running.chunked or self.own_pages.waiting or running.stalled:
+        if running.chunked or self.session_pages.waiting or running.stalled:
             return 0
         return self.leaps.num_steps(now_ns, self.blocked, self.blocked_head, self._least_wanted)
 
@@ -483,8 +483,8 @@ class Scheduler(SchedulerState):
         """Finish `request`, which is off the wheel and has generated its last token."""
         request.last_token_ns = end_ns
         assert FINISHED in NEXT_STATES[request.state]  # `become`, inlined: this runs for every request
-        if self.tell is not None:
-            self.tell(Finished(request.index, request.content))
+        if self.emit is not None:
+            self.emit(Finished(request.index, request.content))
         self.running.release(request)
         request.state = FINISHED
         if request.num_preemptions:
@@ -513,21 +513,21 @@ class Scheduler(SchedulerState):
         if not self.cache.is_check_due(at_rest=not self.has_work):
             return
         self.running.publish_late()
-        for request in (*self.waiting, *self.own_pages.waiting):
+        for request in (*self.waiting, *self.session_pages.waiting):
             assert request.state in WAITING or request.state is LOADED, f"{request!r} waits"
-        held = self.running.holdings()
+        held = self.running.tables()
         holds = []
         if self.loads is not None:
-            held += self.loads.holdings()
+            held += self.loads.tables()
             holds = self.loads.tiers.holds()
             self.loads.tiers.check(at_rest=not self.has_work)
         if self.handoffs is not None:
-            held += self.handoffs.holdings()
-        reserved = self.own_pages.reserve.holding()
+            held += self.handoffs.tables()
+        reserved = self.session_pages.reserve.table()
         if reserved is not None:
             held.append((reserved, reserved.num_pages))
         if self.pins is not None:
-            held += [(holding, holding.num_pages) for holding in self.pins.holdings()]
+            held += [(table, table.num_pages) for table in self.pins.tables()]
         if not held and not holds:
             assert self.cache.num_used == 0, f"L2: {self.cache.num_used} pages in use and no request runs"
         self.cache.check(held, holds)

@@ -6,10 +6,10 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from kvarts.core.config import EngineConfig
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.events import Blocked
 from kvarts.core.kv.cache import Cache, Mark, Pins
-from kvarts.core.parts.own_pages import OwnPagesInUse
+from kvarts.core.parts.session_pages import SessionPagesInUse
 from kvarts.core.request import Request, RequestState
 from kvarts.core.sched.horizon import Horizon
 from kvarts.core.sched.memory import Memory, PartOfMemory
@@ -37,7 +37,7 @@ class SchedulerState:
 
     `cache`: the pages, counted in blocks (Cache). `pages`: the source of pages and of the token budget. `waiting`: the
     queue; its policy chooses the next request. `batch`: rows for an executor that needs page ids; plans then name
-    pages, rows and tokens. `tell` receives page and request events. `pins`: pages that are kept in use without a
+    pages, rows and tokens. `emit` receives page and request events. `pins`: pages that are kept in use without a
     request, or None. `lag`: 1 if the next step is planned while one runs, see Running. `finds_prefixes`: whether
     requests find cached pages. `num_kept`: blocks that an admission leaves free if a request runs.
 
@@ -52,7 +52,7 @@ class SchedulerState:
         waiting: WaitingQueue,
         *,
         batch: InputBatch | None = None,
-        tell: Tell | None = None,
+        emit: Emit | None = None,
         pins: Pins | None = None,
         lag: int = 0,
         finds_prefixes: bool = True,
@@ -64,32 +64,32 @@ class SchedulerState:
         self.pages = pages
         self.pins = pins
         self.waiting = waiting
-        self.tell = tell
+        self.emit = emit
         self.wheel = DecodeWheel(config.page_size)
         self.running = Running(cache, self.wheel, batch, plans_ahead=lag > 0)
-        self.own_pages = OwnPagesInUse(cache, tell)
+        self.session_pages = SessionPagesInUse(cache, emit)
         self.mark = Mark()
         self.mark.parts = cache.counts()
-        self.preemptor = Preemptor(self.running, waiting, cache, pages, self.mark, tell)
-        self.prefill = Prefill(self.running, cache, self.own_pages, self.preemptor, batch=batch, tell=tell)
+        self.preemptor = Preemptor(self.running, waiting, cache, pages, self.mark, emit)
+        self.prefill = Prefill(self.running, cache, self.session_pages, self.preemptor, batch=batch, emit=emit)
         gates = Memory if pages.is_alone else PartOfMemory
         self.memory = gates(
             cache, pages, self.running, self.prefill, pins, num_kept=num_kept, finds_prefixes=finds_prefixes
         )
-        self.leaps = Horizon(self.running, waiting, cache, pages, orders_matter=tell is not None)
+        self.leaps = Horizon(self.running, waiting, cache, pages, orders_matter=emit is not None)
         self.loads: Loads | None = None
         """Requests that wait for a tier below the device."""
         self.hooks = Hooks((self.memory.find, self.memory.fits))
         self.blocked = NOT_BLOCKED
         """Why the head waits; NOT also if no request waits, or if the head was not examined since a change."""
-        self.told_blocked: tuple[int, Blocked] | None = None
+        self.emitted_blocked: tuple[int, Blocked] | None = None
         """The head that was reported last as waiting, and why."""
 
     def take_from_waiting(self, request: Request) -> None:
         """Remove `request` from the waiting queue, because it begins to run or to load."""
         self.waiting.remove(request)
         self.memory.forget()
-        self.told_blocked = None
+        self.emitted_blocked = None
 
     def cancel(self, request: Request) -> None:
         """Remove a waiting or running request, between steps; its pages are free at once.
@@ -106,7 +106,7 @@ class SchedulerState:
             if request.own is None:
                 self.waiting.remove(request)
             else:
-                self.own_pages.waiting.remove(request)
+                self.session_pages.waiting.remove(request)
         request.become(RequestState.CANCELLED)
         self.dropped(request)
 
@@ -130,7 +130,7 @@ class SchedulerState:
     @property
     def waiting_with_pages(self) -> deque[Request]:
         """Requests that bring their pages along: they wait for a place and for tokens, and never for memory."""
-        return self.own_pages.waiting
+        return self.session_pages.waiting
 
     @property
     def has_sides(self) -> bool:
@@ -145,7 +145,7 @@ class SchedulerState:
     @property
     def has_others(self) -> bool:
         """Whether a request waits or loads, or is in the hands of another engine."""
-        if self.waiting.num_waiting or self.own_pages.waiting:
+        if self.waiting.num_waiting or self.session_pages.waiting:
             return True
         return any(has_any() for has_any in self.hooks.has_any)
 
@@ -153,7 +153,7 @@ class SchedulerState:
     def num_waiting(self) -> int:
         """The number of requests that wait for admission or for a load."""
         num_loading = 0 if self.loads is None else self.loads.num_waiting
-        return self.waiting.num_waiting + len(self.own_pages.waiting) + num_loading
+        return self.waiting.num_waiting + len(self.session_pages.waiting) + num_loading
 
     @property
     def num_seated(self) -> int:
@@ -162,7 +162,7 @@ class SchedulerState:
         Without places for loads, only running ones.
         """
         loads = self.loads
-        return self.running.num_running + (0 if loads is None or not loads.takes_places else loads.num_requests)
+        return self.running.num_running + (0 if loads is None or not loads.holds_seat else loads.num_requests)
 
     def side_counts(self) -> tuple[int, ...]:
         """Return the used and cached counts of each tier below the device, then of each KV group, in pairs."""
@@ -185,9 +185,9 @@ class SchedulerState:
         """Return the most blocks that the rest of the chunked requests takes at one time."""
         num_blocks = 0
         for request in self.running.chunked:
-            if request.holding is not None:
+            if request.table is not None:
                 num_known = request.num_prompt_tokens + request.num_output_tokens
-                num_blocks += self.cache.needs.to_finish(request.holding, num_known)
+                num_blocks += self.cache.needs.to_finish(request.table, num_known)
         return num_blocks
 
     def num_pages_to_admit(self) -> int:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 from kvarts.core.request import Request
 
 if TYPE_CHECKING:
-    from kvarts.core.kv.groups import OwnPages, SinkWindow
+    from kvarts.core.kv.groups import PagesOfSession, SinkWindow
 
 __all__ = ["DecodeWheel", "PagesDue"]
 
@@ -368,7 +368,7 @@ class DecodeWheel:
 
     # Bounded requests -------------------------------------------------------------------------------------
 
-    def _join_bounded(self, request: Request, own: OwnPages) -> None:
+    def _join_bounded(self, request: Request, own: PagesOfSession) -> None:
         keeps = own.keeps
         self.window_places.update(own.places)
         full_step = keeps.most_seen - request.wheel_base
@@ -379,7 +379,7 @@ class DecodeWheel:
             self._base_sum += request.wheel_base
             heappush(self._filling, (full_step, request.admission, request))
 
-    def _leave_bounded(self, request: Request, own: OwnPages) -> None:
+    def _leave_bounded(self, request: Request, own: PagesOfSession) -> None:
         keeps = own.keeps
         for place in own.places:
             self.window_places[place] -= 1

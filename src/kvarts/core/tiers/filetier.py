@@ -49,7 +49,7 @@ class FileTier(MemoryTier):
 
     def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:
         """Set the callbacks for runs that become findable or stop being findable."""
-        self._tell_removed = on_removed
+        self._emit_removed = on_removed
         super().listen(on_stored, self._on_gone)
 
     def take_dropped(self) -> tuple[bytes, ...]:
@@ -152,5 +152,5 @@ class FileTier(MemoryTier):
 
     def _on_gone(self, content: Content, start: int, end: int) -> None:
         self.names.release(self._keys(content, start, end))
-        if self._tell_removed is not None:
-            self._tell_removed(content, start, end)
+        if self._emit_removed is not None:
+            self._emit_removed(content, start, end)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 from mypy_extensions import mypyc_attr
 
 from kvarts.core.content import Content
-from kvarts.core.kv.cache import Holding
-from kvarts.core.kv.eviction import HeldPages
+from kvarts.core.kv.cache import BlockTable
+from kvarts.core.kv.eviction import PinnedPages
 from kvarts.core.kv.transfer import Coming, Loaded, Offer, Weighed
 from kvarts.core.tiers.channel import Channel
 from kvarts.core.tiers.store_policy import Backlog, PagePolicy, Spill
@@ -110,13 +110,13 @@ class Layout(Generic[TierT]):
     def begin_step(self) -> None:
         """Take note that what became complete in the last step is computed."""
 
-    def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
-        """Record that the first `num_pages` pages of `content`, in `holding`, are complete."""
+    def confirm(self, content: Content, num_pages: int, table: BlockTable) -> None:
+        """Record that the first `num_pages` pages of `content`, in `table`, are complete."""
 
-    def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
-        """Record that a request lost the first `num_pages` pages of `content`, in `holding`, and waits again."""
+    def preempted(self, content: Content, num_pages: int, table: BlockTable) -> None:
+        """Record that a request lost the first `num_pages` pages of `content`, in `table`, and waits again."""
 
-    def keep_state(self, content: Content, num_tokens: int, holding: Holding) -> bool:
+    def keep_state(self, content: Content, num_tokens: int, table: BlockTable) -> bool:
         """Return whether the state of a request that is about to be preempted, after `num_tokens`, is kept for it."""
         return False
 
@@ -156,7 +156,7 @@ class Layout(Generic[TierT]):
         """Make stored or spilled copies findable, unless that failed, and unpin them."""
         raise NotImplementedError
 
-    def holds(self, copies: Copies) -> list[HeldPages]:
+    def holds(self, copies: Copies) -> list[PinnedPages]:
         """Return the pages that `copies` hold on the device."""
         raise NotImplementedError
 
@@ -204,18 +204,18 @@ class Layout(Generic[TierT]):
         """Note which part of the newest `offer` is to be loaded."""
 
     def load(
-        self, request: int, content: Content, start: int, num_pages: int, holding: Holding, num_front: int
+        self, request: int, content: Content, start: int, num_pages: int, table: BlockTable, num_front: int
     ) -> Loading:
-        """Pin `num_pages` pages of the offer to `request`, after its first `num_front`, for a load into `holding`."""
+        """Pin `num_pages` pages of the offer to `request`, after its first `num_front`, for a load into `table`."""
         raise NotImplementedError
 
     def use_early(self, loading: Loading) -> None:
         """Make the pages of a load under way findable: the planned step uses them, and ends after the load."""
 
-    def end_load(self, loading: Loading, num_good: int, tell_ended: Callable[[int], None]) -> Loaded:
+    def end_load(self, loading: Loading, num_good: int, emit_ended: Callable[[int], None]) -> Loaded:
         """End a load whose first `num_good` blocks arrived, and return the pages that its request has now.
 
-        `tell_ended` is called with the number of pages that arrived.
+        `emit_ended` is called with the number of pages that arrived.
         """
         raise NotImplementedError
 

@@ -24,10 +24,10 @@ from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from kvarts.core.content import Content
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.events import StoreStarted, TransferEnded
-from kvarts.core.kv.cache import Cache, Holding
-from kvarts.core.kv.eviction import HeldPages
+from kvarts.core.kv.cache import BlockTable, Cache
+from kvarts.core.kv.eviction import PinnedPages
 from kvarts.core.kv.transfer import Awaited, Coming, Direction, Move, Offer, PrefillNs, TransferTotals, Weighed
 from kvarts.core.tiers.channel import Channel
 from kvarts.core.tiers.layout import Layout, Tier
@@ -45,7 +45,7 @@ class Offloader(Transfers, Generic[LayoutT]):
     `layout`: the contents of device and tiers; `cache`: the device's. `full_prompt_hits`: a load may cover a whole
     prompt. `splits`, `num_layers` and `step_tokens`: see Weigher. `with_page_ids`: transfers name pages, for an
     executor that copies them and reports; otherwise they end at the time that their channel predicts. `workers`: how
-    many must report a transfer. Every `fail_every`-th fails; 0: no transfer does. `tell` receives events.
+    many must report a transfer. Every `fail_every`-th fails; 0: no transfer does. `emit` receives events.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Offloader(Transfers, Generic[LayoutT]):
         workers: int = 1,
         fail_every: int = 0,
         with_page_ids: bool = False,
-        tell: Tell | None = None,
+        emit: Emit | None = None,
     ) -> None:
         connected = tuple(layout.connected)
         lanes = [each.read for each in connected]
@@ -93,7 +93,7 @@ class Offloader(Transfers, Generic[LayoutT]):
         """The channels of each tier in turn: to it, and from it."""
         self._connected = connected
         self._backlog = layout.backlog
-        self._tell = tell
+        self._emit = emit
         self.confirm = layout.confirm
         self.preempted = layout.preempted
         self.keep_state = layout.keep_state
@@ -172,8 +172,8 @@ class Offloader(Transfers, Generic[LayoutT]):
     def _begin_copies(self, direction: Direction, copies: Copies) -> None:
         """Begin a store or a spill."""
         name, write = self.tier_names[copies.target], self._connected[copies.target].write
-        if self._tell is not None:
-            self._tell(StoreStarted(self.num_transfers, name, tuple(copies.runs), tuple(copies.groups)))
+        if self._emit is not None:
+            self._emit(StoreStarted(self.num_transfers, name, tuple(copies.runs), tuple(copies.groups)))
         moves = []
         if self._with_page_ids:
             moves.append(Move(tuple(copies.source_ids), tuple(copies.target_ids)))
@@ -221,7 +221,7 @@ class Offloader(Transfers, Generic[LayoutT]):
         content: Content,
         start: int,
         num_pages: int,
-        holding: Holding,
+        table: BlockTable,
         num_front: int = 0,
         wait_ns: int | None = None,
     ) -> int:
@@ -229,7 +229,7 @@ class Offloader(Transfers, Generic[LayoutT]):
 
         They follow the first `num_front` pages of the offer. Return when that should end. `wait_ns`: see Weighed.
         """
-        loading = self.layout.load(request, content, start, num_pages, holding, num_front)
+        loading = self.layout.load(request, content, start, num_pages, table, num_front)
         now_ns = self._now_ns
         moves: list[Move] = []
         lanes: list[tuple[Channel, int]] = []
@@ -265,17 +265,17 @@ class Offloader(Transfers, Generic[LayoutT]):
             self._tell_ended(transfer_id, under_way, under_way.num_pages if is_stored else 0)
             self.layout.end_store(under_way.copies, is_stored=is_stored, is_given_up=under_way.is_given_up)
             return
-        tell_ended = partial(self._tell_ended, transfer_id, under_way)
+        emit_ended = partial(self._tell_ended, transfer_id, under_way)
         loading, num_good = cast(Loading, under_way.copies), under_way.num_good_pages
-        loaded = self.layout.end_load(loading, num_good, tell_ended)
+        loaded = self.layout.end_load(loading, num_good, emit_ended)
         self._count_load(under_way, is_whole=num_good >= under_way.num_pages)
         self._loaded.append(loaded)
 
     def _tell_ended(self, transfer_id: int, under_way: UnderWay, num_pages: int) -> None:
-        if self._tell is not None:
+        if self._emit is not None:
             request = under_way.copies.request
             num_blocks = min(under_way.num_good_pages, under_way.num_pages) if self.layout.counts_blocks else 0
-            self._tell(TransferEnded(transfer_id, request, num_pages, self._now_ns, num_blocks, under_way.is_given_up))
+            self._emit(TransferEnded(transfer_id, request, num_pages, self._now_ns, num_blocks, under_way.is_given_up))
 
     def reset(self) -> None:
         """Drop everything below, and store nothing of earlier steps.
@@ -286,7 +286,7 @@ class Offloader(Transfers, Generic[LayoutT]):
 
     # Laws ---------------------------------------------------------------------------------------------------
 
-    def holds(self) -> list[HeldPages]:
+    def holds(self) -> list[PinnedPages]:
         """Return what transfers hold on the device."""
         return [held for under_way in self._under_way.values() for held in self.layout.holds(under_way.copies)]
 

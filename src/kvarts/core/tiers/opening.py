@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from kvarts.core.config import EngineConfig
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.kv.cache import Cache
 from kvarts.core.kv.eviction import EvictionOrder, TreeWatcher
 from kvarts.core.kv.page_cache import PageCache
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TiersToOpen", "open_offloader", "open_page_files", "prepare_tiers"]
 
-OpenTier = Callable[[Tell | None], ConnectedTier[Any]]
+OpenTier = Callable[[Emit | None], ConnectedTier[Any]]
 
 
 def prepare_tiers(
@@ -113,7 +113,7 @@ class TiersToOpen:
         cache: Cache,
         *,
         with_page_ids: bool,
-        tell: Tell | None,
+        emit: Emit | None,
         prefill: PrefillNs | None = None,
         fingerprint: Callable[[], str] | None = None,
         splits: bool = True,
@@ -134,13 +134,13 @@ class TiersToOpen:
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             memory=self._memory,
             with_page_ids=with_page_ids,
-            tell=tell,
+            emit=emit,
             known_keys=self._known_keys,
             namespace=namespace or "",
             order=self._safe_first,
             prefill=prefill,
             splits=splits,
-            more=[open_tier(tell) for open_tier in self._more],
+            more=[open_tier(emit) for open_tier in self._more],
         )
         if self._on_opened is not None:
             self._on_opened(opened)
@@ -155,7 +155,7 @@ def open_offloader(
     max_num_batched_tokens: int,
     memory: GroupMemory | None = None,
     with_page_ids: bool = False,
-    tell: Tell | None = None,
+    emit: Emit | None = None,
     known_keys: Iterable[bytes] = (),
     namespace: str = "",
     order: SafeFirst | None = None,
@@ -177,7 +177,7 @@ def open_offloader(
             cache,
             memory,
             with_page_ids=with_page_ids,
-            tell=tell,
+            emit=emit,
             known_keys=known_keys,
             namespace=namespace,
         )
@@ -202,7 +202,7 @@ def open_offloader(
             swaps=swaps,
             store_within_ns=store_within_ns,
             with_page_ids=with_page_ids,
-            tell=tell,
+            emit=emit,
         )
     else:
         from kvarts.core.tiers.part_layout import PartLayout
@@ -235,7 +235,7 @@ def open_offloader(
         workers=offload.workers,
         fail_every=offload.fail_every,
         with_page_ids=with_page_ids,
-        tell=tell,
+        emit=emit,
     )
 
 
@@ -246,7 +246,7 @@ def _open_tier(
     memory: GroupMemory | None,
     *,
     with_page_ids: bool,
-    tell: Tell | None,
+    emit: Emit | None,
     known_keys: Iterable[bytes],
     namespace: str,
 ) -> Any:
@@ -262,10 +262,10 @@ def _open_tier(
     if has_keys:
         from kvarts.core.tiers.part_files import PartFiles
 
-        return PartFiles(*size, place=place, known_keys=known_keys, namespace=namespace, tell=tell)
+        return PartFiles(*size, place=place, known_keys=known_keys, namespace=namespace, emit=emit)
     from kvarts.core.tiers.part_tier import PartTier
 
-    return PartTier(*size, place=place, with_slots=with_page_ids, tell=tell)
+    return PartTier(*size, place=place, with_slots=with_page_ids, emit=emit)
 
 
 def _target_free(offload: OffloadConfig, num_pages: int, page_size: int, max_num_batched_tokens: int) -> int:

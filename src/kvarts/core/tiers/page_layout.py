@@ -12,10 +12,10 @@ from itertools import takewhile
 from typing import Any, cast
 
 from kvarts.core.content import Content
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.events import PagesRemoved, PagesStored
-from kvarts.core.kv.cache import Holding, Match
-from kvarts.core.kv.eviction import HeldPages
+from kvarts.core.kv.cache import BlockTable, Match
+from kvarts.core.kv.eviction import PinnedPages
 from kvarts.core.kv.page_cache import PageCache
 from kvarts.core.kv.pool import PageId
 from kvarts.core.kv.transfer import Coming, Loaded, Offer
@@ -74,7 +74,7 @@ class Marks:
                 self._mark_match(self._cache.match(content, last), first, Below.STORED)
         return num_held
 
-    def mark_part(self, part: HeldPages, below: Below) -> bool:
+    def mark_part(self, part: PinnedPages, below: Below) -> bool:
         """Mark held pages that are still in the tree; return whether some are not. `regroup` must follow."""
         assert self._order is not None
         nodes = part.nodes()
@@ -98,7 +98,7 @@ class PageCopies(Copies):
     def __init__(self, target: int) -> None:
         super().__init__(target)
         self.stores: list[Placement] = []
-        self.held: list[list[HeldPages]] = []
+        self.held: list[list[PinnedPages]] = []
         self.sources: list[Pin] = []
 
 
@@ -130,7 +130,7 @@ class PageLayout(Layout[MemoryTier]):
         store_within_ns: int = ALL,
         swaps: bool = False,
         with_page_ids: bool = False,
-        tell: Tell | None = None,
+        emit: Emit | None = None,
     ) -> None:
         super().__init__(
             connected,
@@ -146,12 +146,12 @@ class PageLayout(Layout[MemoryTier]):
         self._policy = policy
         self._order = order
         self._swaps = swaps
-        self._tell = tell
+        self._emit = emit
         for place, tier in enumerate(self.own):
             has_next = place + 1 < len(self.own)
             tier.listen(
-                partial(self._on_stored, place) if tell is not None or has_next else None,
-                partial(self._on_removed, place) if tell is not None or has_next or order is not None else None,
+                partial(self._on_stored, place) if emit is not None or has_next else None,
+                partial(self._on_removed, place) if emit is not None or has_next or order is not None else None,
             )
         self._gone: list[tuple[Content, int, int]] = []
         cache.tree.on_removed = self._on_evicted
@@ -161,14 +161,14 @@ class PageLayout(Layout[MemoryTier]):
         if order is not None:
             order.on_grown = self._marks.mark_as_held
 
-    def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
-        """Record that the first `num_pages` pages of `content`, in `holding`, are complete."""
-        self._policy.confirm(content, num_pages, holding)
+    def confirm(self, content: Content, num_pages: int, table: BlockTable) -> None:
+        """Record that the first `num_pages` pages of `content`, in `table`, are complete."""
+        self._policy.confirm(content, num_pages, table)
 
-    def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
+    def preempted(self, content: Content, num_pages: int, table: BlockTable) -> None:
         """Store the pages of a preempted request in the first tier, also those that only this request can find."""
         if self._swaps and num_pages:
-            self._policy.preempted(content, num_pages, holding)
+            self._policy.preempted(content, num_pages, table)
 
     def ended(self, content: Content) -> None:
         """Drop the pages below that only the request of `content` could find."""
@@ -240,7 +240,7 @@ class PageLayout(Layout[MemoryTier]):
         end: int,
         where: Any,
         room: int,
-    ) -> tuple[Placement | None, list[HeldPages], int]:
+    ) -> tuple[Placement | None, list[PinnedPages], int]:
         """Prepare to store at most `room` of pages [start, end), and hold these; return None if there are none.
 
         Return also how many pages the device has.
@@ -426,9 +426,9 @@ class PageLayout(Layout[MemoryTier]):
             tier.forget(request)
 
     def load(
-        self, request: int, content: Content, start: int, num_pages: int, holding: Holding, num_front: int
+        self, request: int, content: Content, start: int, num_pages: int, table: BlockTable, num_front: int
     ) -> PageLoading:
-        """Pin `num_pages` pages of the offer to `request`, after its first `num_front`, for a load into `holding`."""
+        """Pin `num_pages` pages of the offer to `request`, after its first `num_front`, for a load into `table`."""
         counts = [0] * len(self.tiers)
         loading = PageLoading(request, start)
         position, end = start, start + num_pages
@@ -447,14 +447,14 @@ class PageLayout(Layout[MemoryTier]):
             source_ids: tuple[PageId | bytes, ...] = ()
             target_ids: tuple[PageId | bytes, ...] = ()
             if self._with_page_ids:
-                assert holding.page_ids is not None and load.slots is not None
-                source_ids, target_ids = load.slots, tuple(holding.page_ids[position : position + count])
+                assert table.page_ids is not None and load.slots is not None
+                source_ids, target_ids = load.slots, tuple(table.page_ids[position : position + count])
             loading.reads.append((place, count, source_ids, target_ids))
             position += count
         loading.num_blocks, loading.by_tier = position - start, tuple(counts)
         return loading
 
-    def end_load(self, loading: Loading, num_good: int, tell_ended: Callable[[int], None]) -> Loaded:
+    def end_load(self, loading: Loading, num_good: int, emit_ended: Callable[[int], None]) -> Loaded:
         """Unpin the pages of a load, and drop those that were broken."""
         by_tier = []
         for num_pages in loading.by_tier:
@@ -465,7 +465,7 @@ class PageLayout(Layout[MemoryTier]):
             tier.complete_load(load, min(num_left, load.num_pages))
             num_left -= min(num_left, load.num_pages)
         self._marks.unmark_removed()
-        tell_ended(sum(by_tier))
+        emit_ended(sum(by_tier))
         return Loaded(loading.request, loading.start + sum(by_tier), tuple(by_tier))
 
     # Callbacks of the tiers and the device ----------------------------------------------------------------
@@ -496,13 +496,13 @@ class PageLayout(Layout[MemoryTier]):
         return num_pages
 
     def _on_stored(self, place: int, content: Content, start: int, end: int, parent: Content | None) -> None:
-        if self._tell is not None:
-            self._tell(PagesStored(content, start, end, parent, self.tiers[place].name))
+        if self._emit is not None:
+            self._emit(PagesStored(content, start, end, parent, self.tiers[place].name))
         self.backlog.add(place, content, 0, start, end)
 
     def _on_removed(self, place: int, content: Content, start: int, end: int) -> None:
-        if self._tell is not None:
-            self._tell(PagesRemoved(content, start, end, self.tiers[place].name))
+        if self._emit is not None:
+            self._emit(PagesRemoved(content, start, end, self.tiers[place].name))
         if self._order is not None:
             self._marks.removed.append((content, start, end))
         for below in range(place + 1, len(self.own)):
@@ -511,7 +511,7 @@ class PageLayout(Layout[MemoryTier]):
 
     # Laws -----------------------------------------------------------------------------------------------------
 
-    def holds(self, copies: Copies) -> list[HeldPages]:
+    def holds(self, copies: Copies) -> list[PinnedPages]:
         """Return the pages that a store holds on the device."""
         if copies.target:
             return []

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvarts.core.content import Content
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.kv.groups import GroupMemory
 from kvarts.core.kv.pool import PageId, PageIds
-from kvarts.core.kv.runs import PartRun, Span, holding_of_transfer
+from kvarts.core.kv.runs import PartRun, Span, table_of_transfer
 from kvarts.core.kv.span_tree import SpanTree
 from kvarts.core.tiers.pagefiles import FileNames
 from kvarts.core.tiers.part_tier import PartTier
@@ -37,9 +37,9 @@ class PartFiles(PartTier):
         place: int,
         known_keys: Iterable[bytes] = (),
         namespace: str = "",
-        tell: Tell | None = None,
+        emit: Emit | None = None,
     ) -> None:
-        super().__init__(name, num_blocks, memory, tree, place=place, with_slots=True, tell=tell)
+        super().__init__(name, num_blocks, memory, tree, place=place, with_slots=True, emit=emit)
         layers = [(group.layer.kind, group.layer.span, group.layer.sink, group.part_bytes) for group in memory.groups]
         names = self.files = FileNames(f"{namespace} {layers}", len(layers))
         self._keys: dict[PageId, bytes] = {}
@@ -93,7 +93,7 @@ class PartFiles(PartTier):
         for index, start, end in found:
             for page in range(start, end):
                 self._release_unknown(index, self.files.of(content, page, index))
-        pin = holding_of_transfer(len(self.groups))
+        pin = table_of_transfer(len(self.groups))
         with self._tree.spans_of(content, max(end for _, _, end in found)) as spans:
             for index, start, end in found:
                 for span, first, last in spans:

@@ -13,11 +13,11 @@ from typing import cast
 import msgspec
 
 from kvarts.core.content import Content
-from kvarts.core.kv.cache import Holding
-from kvarts.core.kv.eviction import HeldPages
-from kvarts.core.kv.group_pages import GroupPages, HeldParts, PartHolding
+from kvarts.core.kv.cache import BlockTable
+from kvarts.core.kv.eviction import PinnedPages
+from kvarts.core.kv.group_pages import GroupPages, GroupTable, PinnedParts
 from kvarts.core.kv.pool import PageId
-from kvarts.core.kv.runs import PartRun, RunHolding, RunMatch, holding_of_transfer
+from kvarts.core.kv.runs import PartRun, RunMatch, RunTable, table_of_transfer
 from kvarts.core.kv.transfer import Coming, Loaded, Offer, Weighed
 from kvarts.core.tiers.layout import ConnectedTier, Layout
 from kvarts.core.tiers.part_policy import PartPolicy
@@ -42,11 +42,11 @@ class PartCopies(Copies):
 
     __slots__ = ("above", "num_idle", "pins", "room")
 
-    def __init__(self, target: int, pins: tuple[RunHolding, ...], room: int) -> None:
+    def __init__(self, target: int, pins: tuple[RunTable, ...], room: int) -> None:
         super().__init__(target)
         self.pins = pins
         self.room = room
-        self.above: list[RunHolding] = []
+        self.above: list[RunTable] = []
         self.num_idle = 0
         """Blocks of `above` that were unused when the store began."""
 
@@ -65,8 +65,8 @@ class PartLoading(Loading):
         request: int,
         start: int,
         by_tier: tuple[int, ...],
-        pins: tuple[RunHolding, ...],
-        loading: RunHolding | None,
+        pins: tuple[RunTable, ...],
+        loading: RunTable | None,
         content: Content,
     ) -> None:
         super().__init__(request, start, by_tier)
@@ -87,7 +87,7 @@ class Offered(msgspec.Struct, eq=False):
     by_tier: tuple[int, ...]
     depth: int
     match: RunMatch
-    pins: tuple[RunHolding, ...]
+    pins: tuple[RunTable, ...]
 
 
 class PartLayout(Layout[PartTier]):
@@ -161,11 +161,11 @@ class PartLayout(Layout[PartTier]):
         """Take note that what became complete in the last step is computed."""
         self._policy.begin_step()
 
-    def keep_state(self, content: Content, num_tokens: int, holding: Holding) -> bool:
+    def keep_state(self, content: Content, num_tokens: int, table: BlockTable) -> bool:
         """Let a request keep its state if no other could find it, and it is to be stored."""
         if not (self._swaps and self._states) or num_tokens // self._parts.page_size <= content.num_known_pages:
             return False
-        cast(PartHolding, holding).parts.swapped_tokens = num_tokens
+        cast(GroupTable, table).parts.swapped_tokens = num_tokens
         return True
 
     def resumed(self, content: Content) -> None:
@@ -178,7 +178,7 @@ class PartLayout(Layout[PartTier]):
         for tier in self.tiers:
             tier.drop_state(content, page)
 
-    def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
+    def preempted(self, content: Content, num_pages: int, table: BlockTable) -> None:
         """Store the parts of unknown tokens with which a preempted request could resume after `num_pages` pages."""
         known_end = content.num_known_pages
         if not self._swaps or num_pages <= known_end or (self._states and not content.swapped_tokens):
@@ -226,8 +226,8 @@ class PartLayout(Layout[PartTier]):
         store.num_idle = self._num_idle - num_idle
         return store
 
-    def _new_pins(self) -> tuple[RunHolding, ...]:
-        return tuple([holding_of_transfer(len(tier.groups)) for tier in self.tiers])
+    def _new_pins(self) -> tuple[RunTable, ...]:
+        return tuple([table_of_transfer(len(tier.groups)) for tier in self.tiers])
 
     def _add(
         self, store: PartCopies, run: PartRun, start: int, end: int, idle_room: int, is_moving: Callable[[], bool]
@@ -274,7 +274,7 @@ class PartLayout(Layout[PartTier]):
             target = tier.place(span, index, first, start, store.pins[0])
             stored = run.cut(first, start)
             policy.passed(stored, first, start)
-            held = holding_of_transfer(len(tier.groups))
+            held = table_of_transfer(len(tier.groups))
             self._parts.hold_in_place(stored, held)
             if is_idle:
                 self._num_idle += count * blocks
@@ -466,16 +466,16 @@ class PartLayout(Layout[PartTier]):
                 tier.unpin(pin)
 
     def load(
-        self, request: int, content: Content, start: int, num_pages: int, holding: Holding, num_front: int
+        self, request: int, content: Content, start: int, num_pages: int, table: BlockTable, num_front: int
     ) -> PartLoading:
-        """Pin the offer to `request` from page `start` on, for a load into `holding`, which was opened for it."""
+        """Pin the offer to `request` from page `start` on, for a load into `table`, which was opened for it."""
         offered = self._offered.pop(request)
         pins = offered.pins
         if num_front:
             for tier, pin in zip(self.tiers, pins, strict=True):
                 tier.unpin_before(pin, start)
         by_tier = between(offered.by_tier, num_front, num_front + num_pages)
-        target = cast(PartHolding, holding).loading
+        target = cast(GroupTable, table).loading
         loading = PartLoading(request, start, by_tier, pins, target, content)
         for place, (tier, pin) in enumerate(zip(self.tiers, pins, strict=True)):
             count = tier.num_pinned(pin)
@@ -527,11 +527,11 @@ class PartLayout(Layout[PartTier]):
             self._parts.unhold(held, go_first=is_stored and self._policy.goes_first)
         self._cache.count()
 
-    def end_load(self, loading: Loading, num_good: int, tell_ended: Callable[[int], None]) -> Loaded:
+    def end_load(self, loading: Loading, num_good: int, emit_ended: Callable[[int], None]) -> Loaded:
         """Make loaded parts findable. If some failed, the request looks up again, and finds those that were loaded."""
         of_parts = cast(PartLoading, loading)
         is_whole = num_good >= loading.num_blocks
-        tell_ended(sum(loading.by_tier) if is_whole else 0)
+        emit_ended(sum(loading.by_tier) if is_whole else 0)
         ends_by_tier: list[list[int]] = []
         for pin in of_parts.pins:
             ends_by_tier.append(self._good_ends(pin, num_good))
@@ -565,7 +565,7 @@ class PartLayout(Layout[PartTier]):
             if is_used:
                 self._policy.complete(*arrived)
 
-    def _good_ends(self, pin: RunHolding, num_good: int) -> list[int]:
+    def _good_ends(self, pin: RunTable, num_good: int) -> list[int]:
         """Return, by group, the page before which all parts of `pin` have arrived, if `num_good` blocks did."""
         ends: list[int] = []
         for group, runs in enumerate(pin.held):
@@ -582,9 +582,9 @@ class PartLayout(Layout[PartTier]):
 
     # Laws -------------------------------------------------------------------------------------------------
 
-    def holds(self, copies: Copies) -> list[HeldPages]:
+    def holds(self, copies: Copies) -> list[PinnedPages]:
         """Return the parts that a store holds on the device."""
-        return [HeldParts(held) for held in _above(copies)]
+        return [PinnedParts(held) for held in _above(copies)]
 
     def check(self, under_way: Sequence[Copies], *, at_rest: bool = True) -> None:
         """Assert laws L1 and L2 in every tier in which enough has moved, or at rest; `under_way`: all its copies."""
@@ -600,11 +600,11 @@ class PartLayout(Layout[PartTier]):
                 assert tier.guests or not num_used, f"L2: {num_used} blocks of {tier.name} held at rest"
 
 
-def _above(copies: Copies) -> Sequence[RunHolding]:
+def _above(copies: Copies) -> Sequence[RunTable]:
     return cast(PartCopies, copies).above if copies.target == 0 else ()
 
 
-def _targets(loading: RunHolding, pin: RunHolding, part_blocks: Sequence[int]) -> tuple[PageId, ...]:
+def _targets(loading: RunTable, pin: RunTable, part_blocks: Sequence[int]) -> tuple[PageId, ...]:
     """Return the blocks of `loading` for the runs of `pin`, by group, then page."""
     targets: list[PageId] = []
     for held, runs, blocks in zip(loading.held, pin.held, part_blocks, strict=True):

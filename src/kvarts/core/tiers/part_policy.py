@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from kvarts.core.content import Content
 from kvarts.core.kv.run_cache import RunCache
-from kvarts.core.kv.runs import PartRun, RunHolding
+from kvarts.core.kv.runs import PartRun, RunTable
 from kvarts.core.kv.span_tree import find
 
 __all__ = ["EagerParts", "LazyParts", "PartPolicy"]
@@ -45,7 +45,7 @@ class EagerParts:
         """The queue of the run that was yielded last."""
         self._fresh: list[tuple[Content, int, int, int]] = []
         """The same of the step that computes them."""
-        self._computing: dict[RunHolding | PartRun, int] = {}
+        self._computing: dict[RunTable | PartRun, int] = {}
         """Sequences and snapshots that this step computes, from which page on: there is nothing to copy yet."""
         cache.wants = self
 
@@ -59,7 +59,7 @@ class EagerParts:
         self._fresh.clear()
         self._computing.clear()
 
-    def computes(self, owner: RunHolding | PartRun, start: int) -> None:
+    def computes(self, owner: RunTable | PartRun, start: int) -> None:
         """Do not store its pages from `start` on in this step."""
         self._computing.setdefault(owner, start)
 
@@ -144,7 +144,7 @@ class LazyParts:
         """Want it from the next step on."""
         self._fresh.append((content, group, start, end))
 
-    def computes(self, owner: RunHolding | PartRun, start: int) -> None:
+    def computes(self, owner: RunTable | PartRun, start: int) -> None:
         """Do nothing: runs are wanted from the next step on."""
 
     def begin_step(self) -> None:

@@ -18,11 +18,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from kvarts.core.content import Content
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.kv.account import MOST_UNCHECKED, RunAccount, RunEvents, Unchecked
 from kvarts.core.kv.groups import GroupMemory
 from kvarts.core.kv.pool import NO_IDS, IdPool, PageId, PageIds, are_all_once
-from kvarts.core.kv.runs import EvictionSlot, PartRun, RunHolding, RunMatch, Span, first_list, holding_of_transfer
+from kvarts.core.kv.runs import EvictionSlot, PartRun, RunMatch, RunTable, Span, first_list, table_of_transfer
 from kvarts.core.kv.span_tree import SpanTree, find
 from kvarts.core.kv.transfer import Coming
 
@@ -35,7 +35,7 @@ ReadableParts = tuple[RunMatch, tuple[tuple[int, int, int, int], ...]]
 class PartTier(RunAccount):
     """Owner of `num_blocks` blocks, and of their contents, parts of `memory`. `tree`: the tree of the cache above.
 
-    `place`: the number of faster tiers. `with_slots`: blocks have ids, for an executor that copies into them. `tell`
+    `place`: the number of faster tiers. `with_slots`: blocks have ids, for an executor that copies into them. `emit`
     receives the events of runs that become findable or stop being findable. Transfers and offers pin runs: each is a
     holder of runs.
     """
@@ -49,7 +49,7 @@ class PartTier(RunAccount):
         *,
         place: int = 0,
         with_slots: bool = False,
-        tell: Tell | None = None,
+        emit: Emit | None = None,
     ) -> None:
         count = len(memory.groups)
         first = first_list(place, count)
@@ -57,7 +57,7 @@ class PartTier(RunAccount):
             memory,
             total_bytes=num_blocks * memory.block_bytes,
             blocks=IdPool(num_blocks) if with_slots else None,
-            events=None if tell is None else RunEvents(tell, medium=name, offset=first),
+            events=None if emit is None else RunEvents(emit, medium=name, offset=first),
         )
         self.name = name
         self.num_refused = 0
@@ -66,7 +66,7 @@ class PartTier(RunAccount):
         """Whether the tree of its parts is not the tree of the cache above."""
         self.owner = -1
         """The number of the engine that has it, if others read from it."""
-        self.guests: dict[RunHolding, None] = {}
+        self.guests: dict[RunTable, None] = {}
         """Pins of other engines, which read parts from here."""
         self.num_blocks = num_blocks
         self.tree = self._tree = tree
@@ -112,7 +112,7 @@ class PartTier(RunAccount):
             return end, end
         return start, min([end, *(run.start for run in runs if run.start > start)])
 
-    def place(self, span: Span, index: int, start: int, end: int, pin: RunHolding) -> PartRun:
+    def place(self, span: Span, index: int, start: int, end: int, pin: RunTable) -> PartRun:
         """Make room for pages [start, end) of a span, which are neither here nor coming, and fit. `settle` must follow.
 
         `pin` holds them.
@@ -137,7 +137,7 @@ class PartTier(RunAccount):
         """Return the keys of files to delete since the last call."""
         return ()
 
-    def settle(self, pin: RunHolding, *, is_stored: bool) -> None:
+    def settle(self, pin: RunTable, *, is_stored: bool) -> None:
         """End a store: the runs that `pin` holds become findable, or are dropped."""
         ends: list[PartRun] = []
         for index, runs in enumerate(pin.held):
@@ -149,7 +149,7 @@ class PartTier(RunAccount):
                 if is_stored:
                     if self.events is not None:
                         self.events.came(run.content, index, span, run.start, run.end)
-                        self.events.told()
+                        self.events.flush()
                     run.list_index = self._here + index
                     span.parts[run.list_index].append(run)
                     if index in self._whole:
@@ -162,7 +162,7 @@ class PartTier(RunAccount):
             if span is not None:
                 self._touch(span, index, 0, end)
 
-    def drop(self, pin: RunHolding, ends: Sequence[int]) -> None:
+    def drop(self, pin: RunTable, ends: Sequence[int]) -> None:
         """Drop broken parts that `pin` holds: by group, from page `ends[index]` on.
 
         Their blocks are released with the last pin.
@@ -173,15 +173,15 @@ class PartTier(RunAccount):
                 if span is not None and run.end > ends[index]:
                     if run.start < ends[index]:
                         run.split(ends[index])
-                    self._tell_gone(run)
+                    self._emit_gone(run)
                     span.parts[run.list_index].remove(run)
                     self._doom(run, span)
 
-    def _tell_gone(self, run: PartRun) -> None:
+    def _emit_gone(self, run: PartRun) -> None:
         """Emit the drop of a run, which is not an eviction."""
         if self.events is not None and run.list_index < self._coming:
             self.events.goes(run, run.start, run.end, is_dropped=True)
-            self.events.told()
+            self.events.flush()
 
     def _doom(self, run: PartRun, span: Span) -> None:
         """Release a pinned run, which must be unlisted from its span, when its last pin ends."""
@@ -216,7 +216,7 @@ class PartTier(RunAccount):
                 if each.end <= start or each.start >= end or (of_states and not self.groups[each.group].is_state):
                     continue
                 run = each.cut(max(start, each.start), min(end, each.end))
-                self._tell_gone(run)
+                self._emit_gone(run)
                 if run.holders:
                     runs.remove(run)
                     self._doom(run, span)
@@ -258,19 +258,19 @@ class PartTier(RunAccount):
         """Return whether a run, which a match has found, is here."""
         return run.list_index == self._here + run.group and (self.owner < 0 or run.writer == self.owner)
 
-    def pin(self, pieces: list[list[tuple[PartRun, int, int]]]) -> RunHolding:
+    def pin(self, pieces: list[list[tuple[PartRun, int, int]]]) -> RunTable:
         """Pin the tier's runs in `pieces`, see RunMatch; they keep their places in the list. `unpin` must follow."""
-        pin = holding_of_transfer(len(self.groups))
+        pin = table_of_transfer(len(self.groups))
         for of_group in pieces:
             for run, start, end in of_group:
                 if self.has(run):
                     self.hold_in_place(run.cut(start, end), pin)
         return pin
 
-    def begin_load(self, pin: RunHolding) -> None:
+    def begin_load(self, pin: RunTable) -> None:
         """Note that the runs of `pin` are being loaded."""
 
-    def end_load(self, pin: RunHolding, last: Span | None, num_pages: int) -> None:
+    def end_load(self, pin: RunTable, last: Span | None, num_pages: int) -> None:
         """End the pin of a load, which is a use of all parts of its sequence here, of `num_pages` pages up to `last`.
 
         `last`: None if no page of it can be found any more.
@@ -296,18 +296,18 @@ class PartTier(RunAccount):
         """Never called, as no other engine stores here."""
         raise NotImplementedError
 
-    def num_pinned(self, pin: RunHolding) -> int:
+    def num_pinned(self, pin: RunTable) -> int:
         """Return the blocks of the runs that `pin` holds."""
         blocks = self.part_blocks
         return sum((run.end - run.start) * blocks[group] for group, runs in enumerate(pin.held) for run in runs)
 
-    def unpin(self, pin: RunHolding) -> None:
+    def unpin(self, pin: RunTable) -> None:
         """End a pin. It is not a use of its runs."""
         self.release_all(pin, self.order)
 
-    def unpin_before(self, pin: RunHolding, page: int) -> None:
+    def unpin_before(self, pin: RunTable, page: int) -> None:
         """End a pin of all parts before `page`."""
-        passed = holding_of_transfer(len(self.groups))
+        passed = table_of_transfer(len(self.groups))
         for index, held in enumerate(pin.held):
             for run in tuple(held):
                 if run.start >= page:
@@ -372,8 +372,8 @@ class PartTier(RunAccount):
         num_allowed = 0 if at_rest else (self.total_bytes - self.empty_bytes) // MOST_UNCHECKED
         return self._unchecked.is_due(self.moved_bytes, num_allowed)
 
-    def check(self, pins: Sequence[RunHolding]) -> None:
-        """Assert laws L1 and L2. `pins`: the holdings of transfers and offers of the engine that has it."""
+    def check(self, pins: Sequence[RunTable]) -> None:
+        """Assert laws L1 and L2. `pins`: the block tables of transfers and offers of the engine that has it."""
         held: dict[int, int] = {}
         used, cached = [0] * len(self.groups), self._num_unlisted.copy()
         blocks = self.blocks if self.is_id_check_due() else None

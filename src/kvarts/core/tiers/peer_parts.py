@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from mypy_extensions import mypyc_attr
 
 from kvarts.core.content import Content
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.kv.groups import GroupMemory
-from kvarts.core.kv.runs import PartRun, RunHolding, RunMatch, Span, holding_of_transfer
+from kvarts.core.kv.runs import PartRun, RunMatch, RunTable, Span, table_of_transfer
 from kvarts.core.kv.span_tree import SpanTree
 from kvarts.core.tiers.part_tier import PartsElsewhere, PartTier, ReadableParts, tree_elsewhere
 from kvarts.core.tiers.peers import PEERS, Peers
@@ -35,7 +35,7 @@ class PeerParts(Peers[PartTier, "PeerPartsView"]):
     unit = "blocks"
     """The unit of counts."""
 
-    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int, tell: Tell | None) -> PeerPartsView:
+    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int, emit: Emit | None) -> PeerPartsView:
         """Return the memory of the others as a tier of `worker`, whose device has the KV groups of `memory`."""
         assert memory is not None
         return PeerPartsView(self, worker, memory, page_size)
@@ -63,7 +63,7 @@ class PeerPartsView(PartsElsewhere):
         super().__init__(PEERS, 0, memory, tree_elsewhere(memory, page_size))
         self._peers = peers
         self._reads = peers.reads_of(worker)
-        self._pinned: dict[RunHolding, PartsRead] = {}
+        self._pinned: dict[RunTable, PartsRead] = {}
         """Where each pin is."""
 
     @property
@@ -105,18 +105,18 @@ class PeerPartsView(PartsElsewhere):
         asked = self._peers.tiers.get(self._reads.asked)
         return asked is not None and asked.has(run)
 
-    def pin(self, pieces: list[list[tuple[PartRun, int, int]]]) -> RunHolding:
+    def pin(self, pieces: list[list[tuple[PartRun, int, int]]]) -> RunTable:
         """Pin runs in `pieces`, see RunMatch, of the engine that was asked; they keep their places there."""
         asked = self._peers.tiers.get(self._reads.asked)
         if asked is None or not any(asked.has(run) for of_group in pieces for run, _, _ in of_group):
-            return holding_of_transfer(len(self.groups))
+            return table_of_transfer(len(self.groups))
         self._peers.will_change(self._reads.asked)
         pin = asked.pin(pieces)
         self._pinned[pin] = PartsRead(self._reads.asked, asked)
         asked.guests[pin] = None
         return pin
 
-    def unpin(self, pin: RunHolding) -> None:
+    def unpin(self, pin: RunTable) -> None:
         """End a pin. It is not a use of its runs."""
         read = self._pinned.pop(pin, None)
         if read is not None:
@@ -124,18 +124,18 @@ class PeerPartsView(PartsElsewhere):
             del read.tier.guests[pin]
             read.tier.unpin(pin)
 
-    def unpin_before(self, pin: RunHolding, page: int) -> None:
+    def unpin_before(self, pin: RunTable, page: int) -> None:
         """End a pin of all parts before `page`."""
         read = self._pinned.get(pin)
         if read is not None:
             self._peers.will_change(read.source)
             read.tier.unpin_before(pin, page)
 
-    def begin_load(self, pin: RunHolding) -> None:
+    def begin_load(self, pin: RunTable) -> None:
         """Note that the runs of `pin` are being loaded."""
         self._reads.unsent.append(self._pinned[pin].source)
 
-    def drop(self, pin: RunHolding, ends: Sequence[int]) -> None:
+    def drop(self, pin: RunTable, ends: Sequence[int]) -> None:
         """Count the blocks of a load that have arrived; the others are still where they were."""
         read = self._pinned.get(pin)
         if read is None:
@@ -147,7 +147,7 @@ class PeerPartsView(PartsElsewhere):
         if num_blocks:
             self._reads.loaded(read.source, num_blocks)
 
-    def end_load(self, pin: RunHolding, last: Span | None, num_pages: int) -> None:
+    def end_load(self, pin: RunTable, last: Span | None, num_pages: int) -> None:
         """End the pin of a load, which is a use of all parts of its sequence where it was read."""
         read = self._pinned.get(pin)
         self.unpin(pin)
@@ -163,6 +163,6 @@ class PeerPartsView(PartsElsewhere):
         """Return True: only pins are examined."""
         return True
 
-    def check(self, pins: Sequence[RunHolding]) -> None:
+    def check(self, pins: Sequence[RunTable]) -> None:
         """Assert law L2: everything that is pinned elsewhere is of a transfer or an offer. `pins`: all of these."""
         assert set(self._pinned) <= set(pins), "L2: parts of another engine are held by nobody"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from kvarts.core.content import Content
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.kv.groups import GroupMemory
 from kvarts.core.kv.transfer import Offer, PeersGain, PrefillNs
 from kvarts.core.tiers.channel import Channel
@@ -120,7 +120,7 @@ class PeerMemory(Peers[MemoryTier, "PeerView"]):
     unit = "pages"
     """The unit of counts."""
 
-    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int, tell: Tell | None) -> PeerView:
+    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int, emit: Emit | None) -> PeerView:
         """Return the memory of the others as a tier of `worker`."""
         return PeerView(self, worker)
 

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from mypy_extensions import mypyc_attr
 
 from kvarts.core.content import Content
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.kv.account import RunEvents
 from kvarts.core.kv.groups import GroupMemory
-from kvarts.core.kv.runs import PartRun, RunHolding, RunMatch, Span, first_list
+from kvarts.core.kv.runs import PartRun, RunMatch, RunTable, Span, first_list
 from kvarts.core.kv.span_tree import SpanTree
 from kvarts.core.kv.transfer import Coming
 from kvarts.core.tiers.links import StoreLinks
@@ -56,13 +56,13 @@ class SharedParts(Shared["PartsView"]):
         self.parts = PartTier(STORE, size, memory, self.tree, place=place)
         self.events = self.parts.events = WritersEvents(self)
         self.parts.emits = True
-        self.pins: dict[RunHolding, None] = {}
+        self.pins: dict[RunTable, None] = {}
         """What transfers and offers of all engines read or write."""
 
-    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int, tell: Tell | None) -> PartsView:
+    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int, emit: Emit | None) -> PartsView:
         """Return the store as a tier of `worker`, whose device has the KV groups of `memory`."""
         assert memory is not None
-        view = self.views[worker] = PartsView(self, worker, memory, tell)
+        view = self.views[worker] = PartsView(self, worker, memory, emit)
         return view
 
     @property
@@ -94,13 +94,13 @@ class WritersEvents(RunEvents):
         self.of_worker: dict[int, RunEvents] = {}
         self.writer = -1
         """The engine whose runs become findable."""
-        self._to_tell: list[RunEvents] = []
+        self._to_emit: list[RunEvents] = []
 
     def came(self, content: Content, group: int, span: Span, start: int, end: int) -> None:
         """Record that pages of `span` that `writer` has stored become findable in a group."""
         events = self.of_worker.get(self.writer)
         if events is not None:
-            self._to_tell.append(events)
+            self._to_emit.append(events)
             events.came(content, group, span, start, end)
 
     def goes(self, run: PartRun, start: int, end: int, *, is_dropped: bool) -> None:
@@ -108,14 +108,14 @@ class WritersEvents(RunEvents):
         events = self.of_worker.get(run.writer)
         if events is not None:
             self._store.told_removal(run.writer)
-            self._to_tell.append(events)
+            self._to_emit.append(events)
             events.goes(run, start, end, is_dropped=is_dropped)
 
-    def told(self) -> None:
+    def flush(self) -> None:
         """Emit the events recorded since the last call, before anything else is emitted."""
-        for events in self._to_tell:
-            events.told()
-        self._to_tell.clear()
+        for events in self._to_emit:
+            events.flush()
+        self._to_emit.clear()
 
 
 class PartsView(PartsElsewhere):
@@ -124,7 +124,7 @@ class PartsView(PartsElsewhere):
     Its runs are those of `store`; in their bytes, blocks are as large as on a device of the engine.
     """
 
-    def __init__(self, store: SharedParts, worker: int, memory: GroupMemory, tell: Tell | None) -> None:
+    def __init__(self, store: SharedParts, worker: int, memory: GroupMemory, emit: Emit | None) -> None:
         super().__init__(STORE, store.size, memory, store.tree, store.place)
         self.worker = worker
         self._loaded_from = store.loaded_from.setdefault(worker, {})
@@ -132,9 +132,9 @@ class PartsView(PartsElsewhere):
         self._parts = store.parts
         self._num_moving = 0
         """Blocks of the store that transfers and offers of this engine read or write."""
-        if tell is not None:
+        if emit is not None:
             offset = first_list(store.place, len(self.groups))
-            store.events.of_worker[worker] = RunEvents(tell, medium=STORE, offset=offset)
+            store.events.of_worker[worker] = RunEvents(emit, medium=STORE, offset=offset)
 
     @property
     def free_bytes(self) -> int:
@@ -165,7 +165,7 @@ class PartsView(PartsElsewhere):
                 start = stop
         return start, end
 
-    def place(self, span: Span, index: int, start: int, end: int, pin: RunHolding) -> PartRun:
+    def place(self, span: Span, index: int, start: int, end: int, pin: RunTable) -> PartRun:
         """Make room for pages [start, end) of a span, which are neither here nor coming, and fit. `settle` must follow.
 
         `pin` holds them.
@@ -187,7 +187,7 @@ class PartsView(PartsElsewhere):
         self._num_moving += (end - start) * self.part_blocks[index]
         return run
 
-    def settle(self, pin: RunHolding, *, is_stored: bool) -> None:
+    def settle(self, pin: RunTable, *, is_stored: bool) -> None:
         """End a store: the runs that `pin` holds become findable, or are dropped."""
         self._num_moving -= self.num_pinned(pin)
         del self._store.pins[pin]
@@ -237,26 +237,26 @@ class PartsView(PartsElsewhere):
 
     # Loading ----------------------------------------------------------------------------------------------
 
-    def pin(self, pieces: list[list[tuple[PartRun, int, int]]]) -> RunHolding:
+    def pin(self, pieces: list[list[tuple[PartRun, int, int]]]) -> RunTable:
         """Pin the store's runs in `pieces`, see RunMatch; they keep their places in the list. `unpin` must follow."""
         pin = self._parts.pin(pieces)
         self._store.pins[pin] = None
         self._num_moving += self.num_pinned(pin)
         return pin
 
-    def unpin(self, pin: RunHolding) -> None:
+    def unpin(self, pin: RunTable) -> None:
         """End a pin. It is not a use of its runs."""
         del self._store.pins[pin]
         self._num_moving -= self.num_pinned(pin)
         self._parts.unpin(pin)
 
-    def unpin_before(self, pin: RunHolding, page: int) -> None:
+    def unpin_before(self, pin: RunTable, page: int) -> None:
         """End a pin of all parts before `page`."""
         self._num_moving -= self.num_pinned(pin)
         self._parts.unpin_before(pin, page)
         self._num_moving += self.num_pinned(pin)
 
-    def begin_load(self, pin: RunHolding) -> None:
+    def begin_load(self, pin: RunTable) -> None:
         """Count the blocks of `pin` by the engines that stored them."""
         loaded = self._loaded_from
         for index, runs in enumerate(pin.held):
@@ -269,7 +269,7 @@ class PartsView(PartsElsewhere):
         if there:
             self._parts.touch(there[-1], num_pages, end)
 
-    def drop(self, pin: RunHolding, ends: Sequence[int]) -> None:
+    def drop(self, pin: RunTable, ends: Sequence[int]) -> None:
         """Do nothing: parts that did not arrive are still in the store."""
 
     # Laws -------------------------------------------------------------------------------------------------
@@ -278,8 +278,8 @@ class PartsView(PartsElsewhere):
         """Return whether enough has moved in the store since all of its parts were last examined, or nothing runs."""
         return self._parts.is_check_due(at_rest=at_rest)
 
-    def check(self, pins: Sequence[RunHolding]) -> None:
-        """Assert laws L1 and L2 for all engines. `pins`: the holdings of transfers and offers of this one."""
+    def check(self, pins: Sequence[RunTable]) -> None:
+        """Assert laws L1 and L2 for all engines. `pins`: the block tables of transfers and offers of this one."""
         mine = [pin for pin in pins if pin in self._store.pins]
         assert self._num_moving == sum(map(self.num_pinned, mine)), "L2: parts of the store are held by nobody"
         self._parts.check(list(self._store.pins))

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from kvarts.core.config import EngineConfig
 from kvarts.core.content import Content
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.kv.eviction import EvictionOrder
 from kvarts.core.kv.groups import GroupMemory
 from kvarts.core.kv.transfer import Coming
@@ -72,8 +72,8 @@ class SharedTier(Generic[ViewT]):
         """Prepare the tiers below an engine of `config`: see `prepare_tiers`."""
         write, read = self.open_channels(worker)
 
-        def open_tier(tell: Tell | None) -> ConnectedTier[Any]:
-            view = self.open_view(worker, memory, config.page_size, tell)
+        def open_tier(emit: Emit | None) -> ConnectedTier[Any]:
+            view = self.open_view(worker, memory, config.page_size, emit)
             return ConnectedTier(cast(Any, view), write, read, is_read_only=write is read)
 
         def connect(opened: Offloader[Any]) -> None:
@@ -87,8 +87,8 @@ class SharedTier(Generic[ViewT]):
         """Return the channels of `worker` to this tier and from it: the same one twice if nothing is stored there."""
         raise NotImplementedError
 
-    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int, tell: Tell | None) -> ViewT:
-        """Return what `worker` sees of this tier. `memory`: the KV groups of its device; `tell` receives its events."""
+    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int, emit: Emit | None) -> ViewT:
+        """Return what `worker` sees of this tier. `memory`: the KV groups of its device; `emit` receives its events."""
         raise NotImplementedError
 
     def opened(self, worker: int, tiers: Offloader[Any]) -> None:
@@ -171,7 +171,7 @@ class SharedStore(Shared["StoreView"]):
         self.index = TierIndex(size, with_slots=False)
         self.index.on_stored, self.index.on_removed = self._on_stored, self._on_removed
 
-    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int, tell: Tell | None) -> StoreView:
+    def open_view(self, worker: int, memory: GroupMemory | None, page_size: int, emit: Emit | None) -> StoreView:
         """Return the store as a tier of `worker`, whose layout emits its events."""
         view = self.views[worker] = StoreView(self, worker)
         return view

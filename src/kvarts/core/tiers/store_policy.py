@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from kvarts.core.content import Content
-from kvarts.core.kv.cache import Holding
+from kvarts.core.kv.cache import BlockTable
 from kvarts.core.kv.page_cache import PageCache
 from kvarts.core.kv.tree import Node, Path
 from kvarts.core.tiers.safe_first import SafeFirst
@@ -91,20 +91,20 @@ class EagerPolicy:
 
     def __init__(self, cache: PageCache) -> None:
         self._cache = cache
-        self._wanted: dict[int, tuple[Content, int, int, Holding]] = {}
+        self._wanted: dict[int, tuple[Content, int, int, BlockTable]] = {}
         self._chosen = -1
         """The content that was chosen last."""
 
-    def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
+    def confirm(self, content: Content, num_pages: int, table: BlockTable) -> None:
         """Keep the first `num_pages` pages, which are complete, for `choose`, in place of fewer of the same content."""
-        self._wanted[content.owner] = (content, 0, num_pages, holding)
+        self._wanted[content.owner] = (content, 0, num_pages, table)
 
-    def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
-        """Keep all complete pages of a request that has lost its `holding` for `choose`.
+    def preempted(self, content: Content, num_pages: int, table: BlockTable) -> None:
+        """Keep all complete pages of a request that has lost its `table` for `choose`.
 
         Until `ended`, it may find pages of unknown tokens again, so these are stored as well.
         """
-        self._wanted[content.owner] = (content, 0, num_pages, holding)
+        self._wanted[content.owner] = (content, 0, num_pages, table)
 
     def ended(self, content: Content) -> None:
         """Want no pages of unknown tokens any more: the request, which was preempted before, has ended."""
@@ -112,7 +112,7 @@ class EagerPolicy:
         if wanted is not None and wanted[1] < (end := min(wanted[2], content.num_known_pages)):
             self._wanted[content.owner] = (content, wanted[1], end, wanted[3])
 
-    def choose(self) -> Iterator[tuple[Content, int, int, Holding]]:
+    def choose(self) -> Iterator[tuple[Content, int, int, BlockTable]]:
         """Yield wanted pages, by request. If the caller stops iterating, the last and all later ones stay wanted."""
         wanted = self._wanted
         for owner in sorted(wanted):
@@ -120,11 +120,11 @@ class EagerPolicy:
             yield wanted[owner]
             del wanted[owner]
 
-    def first_wanted(self, start: int, where: Holding) -> int:
+    def first_wanted(self, start: int, where: BlockTable) -> int:
         """Return `start`, the first page to store if the channel is behind: earlier ones are being stored already."""
         return start
 
-    def path(self, content: Content, end: int, where: Holding) -> tuple[Path, int]:
+    def path(self, content: Content, end: int, where: BlockTable) -> tuple[Path, int]:
         """Return the runs with the first `end` pages, and how many of these the device has. The last may reach beyond.
 
         They are those of the request, or, if it has ended since, those that are found.
@@ -145,9 +145,9 @@ class EagerPolicy:
 
     def wait(self, position: int) -> None:
         """Do not choose pages before `position` again: the channel was behind, or the tier lacked room."""
-        content, _, end, holding = self._wanted[self._chosen]
+        content, _, end, table = self._wanted[self._chosen]
         if position < end:
-            self._wanted[self._chosen] = content, position, end, holding
+            self._wanted[self._chosen] = content, position, end, table
         else:
             del self._wanted[self._chosen]
 
@@ -183,10 +183,10 @@ class LazyPolicy:
         """Have nothing left to choose."""
         self.has_work = False
 
-    def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
+    def confirm(self, content: Content, num_pages: int, table: BlockTable) -> None:
         """Do nothing: pages are chosen when they are about to be evicted."""
 
-    def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
+    def preempted(self, content: Content, num_pages: int, table: BlockTable) -> None:
         """Choose pages of unknown tokens as well."""
         self._preempted.add(content.owner)
 

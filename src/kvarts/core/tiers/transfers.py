@@ -232,7 +232,7 @@ class Transfers:
         """Return the blocks of the device that stores hold and no request does."""
         return sum(map(self._num_idle_of, self._under_way.values()))
 
-    def give_back(self, count: int) -> None:
+    def return_lent(self, count: int) -> None:
         """Give stores up, the youngest first, until at least `count` of these blocks are free."""
         is_last = True
         for transfer_id, under_way in reversed(list(self._under_way.items())):

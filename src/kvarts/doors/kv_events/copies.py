@@ -54,7 +54,7 @@ class CopiesReader(KvEventReader):
         copies = self._copies.setdefault(part, {})
         for key in run.keys:
             copies[key] = copies.get(key, 0) + 1
-        self._tell(run)
+        self._emit(run)
 
     def _remove_copies(self, event: CopiesRemoved) -> None:
         part = MEDIA["device"], event.group
@@ -132,4 +132,4 @@ class ReportsReader(CopiesReader):
         end = min(num_pages, content.num_known_pages)
         if end:
             for part in self._resident.parts_of(MEDIA["device"]):
-                self._tell(self._run(content, 0, end, None, part))
+                self._emit(self._run(content, 0, end, None, part))

@@ -157,7 +157,7 @@ class KvEventReader:
         with self._lock:
             for event in events:
                 self._note(event)
-            self._tell_removed()
+            self._emit_removed()
             if self._told:
                 told, self._told = self._told, []
                 self._batch(told)
@@ -222,7 +222,7 @@ class KvEventReader:
         while runs:
             run = runs.pop()
             self._resident.add(run)
-            self._tell(run)
+            self._emit(run)
             if self._orphans:
                 following = [orphan for key in run.keys for orphan in self._orphans.pop(key, ())]
                 runs += reversed(following)
@@ -232,8 +232,8 @@ class KvEventReader:
         keys = self._names.of(content, start, end, before)
         return BlocksStored(content, start, keys, self._parent(content, start, before), *part)
 
-    def _tell(self, run: BlocksStored) -> None:
-        self._tell_removed()
+    def _emit(self, run: BlocksStored) -> None:
+        self._emit_removed()
         self._told.append(run)
 
     def _parent(self, content: Content, start: int, before: Content | None) -> BlockKey | None:
@@ -263,11 +263,11 @@ class KvEventReader:
         keys = self._names.of(content, event.start_page, end)
         keys.reverse()
         if part != self._removed_from:
-            self._tell_removed()
+            self._emit_removed()
             self._removed_from = part
         return keys
 
-    def _tell_removed(self) -> None:
+    def _emit_removed(self) -> None:
         if not self._removed:
             return
         if self._clears and not self._resident.num_blocks:

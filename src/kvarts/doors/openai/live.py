@@ -129,7 +129,7 @@ def _looked_at(served: Served, choices: Sequence[Choice]) -> _Look:
         request = choice.request
         if request is None or request.is_over:
             continue
-        has_pages = request.admission >= 0 and request.holding is not None
+        has_pages = request.admission >= 0 and request.table is not None
         pages = running.num_pages_of(request) if has_pages else 0
         holder = LiveHolder(
             name=request.request_id or str(request.index),

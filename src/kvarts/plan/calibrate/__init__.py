@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvarts.plan.calibrate.calibrating import fit
 from kvarts.plan.calibrate.comparison import Comparison, compare
 from kvarts.plan.calibrate.fitting import Calibration, calibrate_runs
-from kvarts.plan.calibrate.measured import Measured, Series, load_measured, load_series
+from kvarts.plan.calibrate.recorded_run import Measured, Series, load_measured, load_series
 from kvarts.plan.calibrate.run import CalibrationRun
 from kvarts.plan.calibrate.stepfit import StepFit, fit_steps
 

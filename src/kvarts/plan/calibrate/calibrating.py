@@ -14,10 +14,10 @@ from kvarts.base.limits import MOST_COUNT, check_whole
 from kvarts.base.settings import Given
 from kvarts.cost.roofline import RooflineCost
 from kvarts.cost.roofline_settings import Constants, load_constants
-from kvarts.plan.calibrate.course import with_constants
 from kvarts.plan.calibrate.fitting import Calibration, calibrate_runs
-from kvarts.plan.calibrate.measured import Measured, Series, load_measured, load_series
+from kvarts.plan.calibrate.recorded_run import Measured, Series, load_measured, load_series
 from kvarts.plan.calibrate.run import CalibrationRun, RunOptions, load_runs
+from kvarts.plan.calibrate.schedule import with_constants
 from kvarts.plan.calibrate.stepfit import (
     StepFit,
     fit_steps,

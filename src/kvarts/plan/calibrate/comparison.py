@@ -19,7 +19,7 @@ from kvarts.base.columns import percentile_rank
 from kvarts.base.errors import InputError
 from kvarts.base.files import read_bytes, reading
 from kvarts.base.limits import brief
-from kvarts.plan.calibrate.measured import Measured, Series
+from kvarts.plan.calibrate.recorded_run import Measured, Series
 from kvarts.proof.verify.reader import open_recording
 from kvarts.sim.report.page import fill_page
 from kvarts.sim.report.report import Report

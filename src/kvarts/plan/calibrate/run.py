@@ -18,7 +18,7 @@ from kvarts.base.files import PREFIX, read_toml
 from kvarts.base.settings import Given, given_in
 from kvarts.cost.roofline import RooflineCost
 from kvarts.plan.calibrate.comparison import METRICS, Comparison, Replayed, compare, latencies_ms, replayed_of
-from kvarts.plan.calibrate.measured import Measured, Series, load_measured, load_series
+from kvarts.plan.calibrate.recorded_run import Measured, Series, load_measured, load_series
 from kvarts.sim.config import SECTIONS, ReplayConfig, resolve_replay
 from kvarts.sim.replaying import replay
 from kvarts.sim.traffic.mooncake import load_mooncake

@@ -186,7 +186,7 @@ class Auditor:
         self._told = ToldPages(facts, self._turns)
         self._lives = Lives(facts, self._turns, pages, parts)
         self._beside = Beside(facts)
-        self._with_own_pages: set[int] = set()
+        self._with_session_pages: set[int] = set()
         """Requests that bring their own pages, which are reserved."""
         self._table: dict[type, Follow] = {
             **self._of_steps(),
@@ -327,9 +327,9 @@ class Auditor:
                 return
         self._told.expect_nothing()
         request = event.victim if isinstance(event, Preemption) else getattr(event, "request", None)
-        if request in self._with_own_pages and not isinstance(event, Arrived):
+        if request in self._with_session_pages and not isinstance(event, Arrived):
             if isinstance(event, Finished | Cancelled):
-                self._with_own_pages.remove(request)
+                self._with_session_pages.remove(request)
             elif isinstance(event, ChunkComputed):
                 self._turns.serve()
             return
@@ -369,8 +369,8 @@ class Auditor:
     # Requests ---------------------------------------------------------------------------------------------
 
     def _arrive(self, event: Arrived) -> None:
-        if event.has_own_pages:
-            self._with_own_pages.add(event.request)
+        if event.has_session_pages:
+            self._with_session_pages.add(event.request)
             return
         facts = self._facts
         known = KnownRequest(event.content, event.num_prompt_tokens, len(self.ledger.groups), event.max_tokens)

@@ -147,7 +147,7 @@ class _BlockStory:
         ]
         for line in journal.lines:
             if line.request in self._sharing:
-                self._tell(line)
+                self._emit(line)
         if not self._resident and self._below:
             tiers = dict.fromkeys(tier for tier, _ in self._below)
             self._said.append(f"in the end it is in {' and '.join(tiers)}, and not on the device")
@@ -166,7 +166,7 @@ class _BlockStory:
     def _say(self, line: Line, what: str) -> None:
         self._said.append(f"{place_of(line)}  {what}")
 
-    def _tell(self, line: Line) -> None:
+    def _emit(self, line: Line) -> None:
         name = self._journal.names[line.request]
         end = (self._page + 1) * self._journal.page_size
         match line:
@@ -337,9 +337,9 @@ class _RequestStory:
         for line in self._journal.lines:
             if line.request == self._request:
                 if not self._is_about_parts(line):
-                    self._tell_gone()
-                self._tell(line)
-        self._tell_gone()
+                    self._emit_gone()
+                self._emit(line)
+        self._emit_gone()
         return self._said
 
     def _is_about_parts(self, line: Line) -> bool:
@@ -354,7 +354,7 @@ class _RequestStory:
     def _say(self, line: Line, what: str) -> None:
         self._said.append(f"{place_of(line)}  {what}")
 
-    def _tell(self, line: Line) -> None:
+    def _emit(self, line: Line) -> None:
         names, size = self._journal.names, self._journal.page_size
         match line:
             case ArrivedLine():
@@ -433,7 +433,7 @@ class _RequestStory:
             case _:
                 pass
 
-    def _tell_gone(self) -> None:
+    def _emit_gone(self) -> None:
         """Sum up consecutive removals in one line: pages are removed one by one, and a prompt may have thousands."""
         gone, self._gone = self._gone, {}
         for (what, group), lines in gone.items():

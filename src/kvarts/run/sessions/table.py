@@ -241,7 +241,7 @@ class SessionTable:
         self.tombstones = Tombstones(config.tombstone_ttl_s)
         self._new_id = new_id
         self._page_size = host.config.page_size
-        self._reserve = host.core.scheduler.own_pages.reserve
+        self._reserve = host.core.scheduler.session_pages.reserve
         self._memory = memory_of(host)
         self._room = self._memory.room(config.chunk_tokens)
         self.capacity = Capacity(config, self._most_pages() - self._room.num_pages, shares or {})

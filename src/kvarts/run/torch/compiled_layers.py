@@ -14,7 +14,7 @@ import torch
 
 from kvarts.run.torch.attention import AttentionMetadata, AttentionParams, Ints
 from kvarts.run.torch.decoder import DecoderParts, LayerParts, Norm
-from kvarts.run.torch.numba_backend import NumbaBackend, telling
+from kvarts.run.torch.numba_backend import NumbaBackend, emitting
 from kvarts.run.torch.openmp import num_threads, team
 from kvarts.run.torch.packing import products
 from kvarts.run.torch.pools import KVPools
@@ -68,7 +68,7 @@ class CompiledLayers:
         self.has_own_matrices = all(is_plain(matrix) for matrix in parts.matrices)
         """Whether the compiled code multiplies the matrices."""
         self._room_dtype = torch.float32 if self.has_own_matrices else pools.dtype
-        with telling("compiling layers for this CPU, which is kept on disk"):
+        with emitting("compiling layers for this CPU, which is kept on disk"):
             self._kernel = layer_kernel.layer_kernel(pools.dtype == torch.bfloat16, self._room_dtype == torch.float32)
         matrices = parts.layers[0].sizes
         self._num_products = sum(inputs * outputs for inputs, outputs in matrices)

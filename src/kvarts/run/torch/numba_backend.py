@@ -16,7 +16,7 @@ from kvarts.run.torch.openmp import num_threads, team
 from kvarts.run.torch.pools import KVPools
 from kvarts.run.torch.sdpa import SdpaBackend
 
-__all__ = ["DecodeWork", "NumbaBackend", "numba_fits", "telling"]
+__all__ = ["DecodeWork", "NumbaBackend", "emitting", "numba_fits"]
 
 logger = logging.getLogger("kvarts.attention")
 SOME_TOKENS = 64
@@ -35,7 +35,7 @@ def numba_fits(pools: KVPools) -> str | None:
 
 
 @contextmanager
-def telling(what: str) -> Iterator[None]:
+def emitting(what: str) -> Iterator[None]:
     """Log `what` if Numba compiles anything in the body, which it does not if the code is found on disk."""
     from numba.core.event import Event, Listener, install_listener
 
@@ -85,7 +85,7 @@ class NumbaBackend(SdpaBackend):
         """Number of work items taken by threads in a call; reset to 0 before each call."""
         self._works: dict[tuple[int | None, int], DecodeWork] = {}
         # The first engine on a machine waits for the compiler; later ones find the compiled code on disk.
-        with telling("compiling attention for this CPU, which is kept on disk"):
+        with emitting("compiling attention for this CPU, which is kept on disk"):
             self.kernels = {
                 number: numba_kernel.decode_kernel(
                     pools.dtype == torch.bfloat16, one.head_dim, one.num_heads // one.num_kv_heads, pools.page_size

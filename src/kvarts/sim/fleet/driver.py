@@ -22,9 +22,9 @@ from kvarts.sim.fleet.config import FleetConfig
 from kvarts.sim.fleet.faults import Change, changes_of
 from kvarts.sim.fleet.handoff import Handoff
 from kvarts.sim.fleet.layer_wise import LayerWiseLinks
-from kvarts.sim.fleet.moves import RELEASE, SEND, Incoming, Moves, PeerUse, StoreUse
 from kvarts.sim.fleet.pool import ModelRouters, Pool
 from kvarts.sim.fleet.scaling import FleetState
+from kvarts.sim.fleet.transitions import RELEASE, SEND, FleetTransitions, Incoming, PeerUse, StoreUse
 from kvarts.sim.fleet.worker import ByReservation, Worker
 from kvarts.sim.report.requests import FAILED, REJECTED
 from kvarts.sim.traffic.trace_request import TraceRequest
@@ -44,7 +44,7 @@ def rank_of(worker: Worker) -> int:
     return worker.rank
 
 
-class FleetDriver(Moves):
+class FleetDriver(FleetTransitions):
     """Runs one replay on a fleet.
 
     `store`: the store that workers share, and their links to it. `peers`: the host memory of workers, if others read
@@ -74,7 +74,7 @@ class FleetDriver(Moves):
             layer_wise=layer_wise,
             on_progress=on_progress,
         )
-        self._polled = [each for each in self._fronts if each.router.reads_metrics and each.router.staleness_ns]
+        self._polled = [each for each in self._router_pools if each.router.reads_metrics and each.router.staleness_ns]
         scaler = self._scaler = None if config.scaler is None else config.scaler()
         self._link_ns = NEVER_NS
         """When the next transfer between workers ends, as of `next_ns`; NEVER_NS if none was under way."""
@@ -166,9 +166,9 @@ class FleetDriver(Moves):
         if self._store is not None:
             self._store.links.now_ns = now_ns
         self._finish_steps(now_ns)
-        for front in self._polled:
-            if front.poll_ns(now_ns) == now_ns:
-                self._poll(front, now_ns)
+        for router_pool in self._polled:
+            if router_pool.poll_ns(now_ns) == now_ns:
+                self._poll(router_pool, now_ns)
         if self._scaler is not None:
             for pool in self._pools:
                 pool.make_ready(now_ns)
@@ -238,14 +238,14 @@ class FleetDriver(Moves):
         is_idle = next_ns == NEVER_NS
         if next_ns > LATEST_NS and self._link_ns != NEVER_NS:
             raise TooLateError  # only transfers are under way, and none of them ends in time
-        if is_idle and not any(front.waiting for front in self._fronts):
+        if is_idle and not any(router_pool.waiting for router_pool in self._router_pools):
             return next_ns
         if self._changes:
             next_ns = min(next_ns, max(self._changes[0].time_ns, self.now_ns))
         if is_idle:
             return self._next_for_stranded_ns(next_ns)
-        for front in self._polled:
-            staleness_ns = front.router.staleness_ns
+        for router_pool in self._polled:
+            staleness_ns = router_pool.router.staleness_ns
             tick_ns = (self.now_ns // staleness_ns + 1) * staleness_ns
             if is_quiet:
                 tick_ns = max(tick_ns, next_ns - next_ns % staleness_ns)  # all ticks before it read the same metrics
@@ -277,7 +277,7 @@ class FleetDriver(Moves):
                 for worker in pool.gone:
                     if self._peers.leave(worker.index):
                         self._lose_pulls(worker, now_ns)
-                        pool.front.forget(worker)
+                        pool.router_pool.forget(worker)
 
     def _scale(self, now_ns: int) -> None:
         """Remove drained workers, and run the scaler if its tick is due."""
@@ -389,7 +389,7 @@ class FleetDriver(Moves):
     def _catch_up(self, index: int) -> None:
         """Cut a leap of a worker, so that its events precede those of the worker that starts a step now."""
         worker = self.workers[index]
-        if worker.engine.log.tell_details is not None:  # it has readers of page events
+        if worker.engine.log.emit_details is not None:  # it has readers of page events
             self._cut_leap(worker)
 
     def _count_leap(self, index: int) -> None:
@@ -434,10 +434,10 @@ class FleetDriver(Moves):
         while self._changes and self._changes[0].time_ns <= now_ns:
             self._act(now_ns)
             self._change(self._changes.popleft(), now_ns)
-        for front in self._fronts:
-            if front.stranded and front.is_open:
-                self._actions += [(SEND, handoff) for handoff in front.stranded]
-                front.stranded.clear()
+        for router_pool in self._router_pools:
+            if router_pool.stranded and router_pool.is_open:
+                self._actions += [(SEND, handoff) for handoff in router_pool.stranded]
+                router_pool.stranded.clear()
         if self._leases:
             self._end_leases(now_ns)
         if self._holding:  # steps that ended, and requests that were dropped with them, have made room
@@ -495,7 +495,7 @@ class FleetDriver(Moves):
             return next(
                 place
                 for place, routers in enumerate(self._of_models)
-                if any(each.has(worker) for each in routers.fronts)
+                if any(each.has(worker) for each in routers.router_pools)
             )
         return self._place_of_model.get(row.model, -1)
 
@@ -552,17 +552,17 @@ class FleetDriver(Moves):
     def _fail_stranded(self) -> bool:
         """Fail requests for which no worker is up, nor will be; return whether there were any."""
         has_any = False
-        for front in self._fronts:
-            stranded = front.waiting
-            front.stranded = []
+        for router_pool in self._router_pools:
+            stranded = router_pool.waiting
+            router_pool.stranded = []
             for handoff in stranded:
-                front.withdraw(handoff)
+                router_pool.withdraw(handoff)
                 if handoff.is_reported:
                     continue
                 has_any = True
                 if handoff.at_source:
                     self._actions.append((RELEASE, handoff))
-                reason = f"no {front.roles} worker was up"
+                reason = f"no {router_pool.roles} worker was up"
                 self._refuse(handoff, handoff.target if handoff.target >= 0 else handoff.source, reason, FAILED)
         return has_any
 

@@ -14,8 +14,8 @@ from kvarts.core.request import Request, RequestState
 from kvarts.core.sched.policy import NEVER_NS
 from kvarts.sim.fleet.config import FleetConfig, FleetWorker
 from kvarts.sim.fleet.handoff import Handoff
-from kvarts.sim.fleet.moves import Arriving
 from kvarts.sim.fleet.replay import BuiltFleet
+from kvarts.sim.fleet.transitions import Arriving
 from kvarts.sim.fleet.worker import Worker
 from kvarts.sim.traffic.trace_request import DirectRequest
 

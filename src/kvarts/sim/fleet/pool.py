@@ -12,10 +12,10 @@ from kvarts.sim.fleet.worker import Worker
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import Informed, Router
 
-__all__ = ["Front", "ModelRouters", "Pool"]
+__all__ = ["ModelRouters", "Pool", "RouterPool"]
 
 
-class Front(Informed):
+class RouterPool(Informed):
     """A router and the workers behind it, which are those of one pool or of several.
 
     The router knows workers by their places in `workers`, which are all that there ever were. `replicas`: their
@@ -143,19 +143,19 @@ class ModelRouters:
     there are none. `token_bytes`: bytes of the KV of a token on a link.
     """
 
-    def __init__(self, model: str | None, first: Front, second: Front, token_bytes: int) -> None:
+    def __init__(self, model: str | None, first: RouterPool, second: RouterPool, token_bytes: int) -> None:
         self.model = model
         self.first = first
         self.second = second
         self.token_bytes = token_bytes
         self.splits = first is not second
-        self.fronts = [first, second] if self.splits else [first]
+        self.router_pools = [first, second] if self.splits else [first]
         self.only_prefills = self.splits and all(pool.role == "prefill" for pool in first.pools)
         """Whether every worker that requests arrive at only computes prompts."""
 
 
 class Pool:
-    """Workers of one configuration, behind `front`. Owner of their lives; `open_worker` makes a new one.
+    """Workers of one configuration, behind `router_pool`. Owner of their lives; `open_worker` makes a new one.
 
     `active`: those that requests are sent to, by their numbers. `model`: the name by which requests ask for it, if they
     ask for any. A worker that is added starts for `startup_ns`; one that is taken away drains: it ends its requests.
@@ -167,7 +167,7 @@ class Pool:
         role: str,
         num_workers: int,
         open_worker: Callable[[int], Worker],
-        front: Front,
+        router_pool: RouterPool,
         *,
         model: str | None = None,
         startup_ns: int = 0,
@@ -175,8 +175,8 @@ class Pool:
         self.name = name
         self.role = role
         self.model = model
-        self.front = front
-        front.pools.append(self)
+        self.router_pool = router_pool
+        router_pool.pools.append(self)
         self._open_worker = open_worker
         self._startup_ns = startup_ns
         self.workers: list[Worker] = []
@@ -197,9 +197,9 @@ class Pool:
         """The first released worker, which stands for all later ones."""
 
     def _add(self) -> Worker:
-        worker = self._open_worker(len(self.front.workers))
+        worker = self._open_worker(len(self.router_pool.workers))
         self.workers.append(worker)
-        self.front.add(worker)
+        self.router_pool.add(worker)
         return worker
 
     # Faults -----------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class Pool:
         starting = [each for each in self.starting if each[1] is worker]
         if worker in self.active:
             self.active.remove(worker)
-            self.front.leave(worker)
+            self.router_pool.leave(worker)
         elif starting:
             self.starting.remove(starting[0])
         else:
@@ -224,7 +224,7 @@ class Pool:
 
     def _activate(self, worker: Worker) -> None:
         insort(self.active, worker, key=lambda worker: worker.index)
-        self.front.enter(worker)
+        self.router_pool.enter(worker)
 
     # Scaling ----------------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class Pool:
         if self._first_gone is None:
             self._first_gone = worker
         self.workers[self.workers.index(worker)] = self._first_gone
-        self.front.replace(worker, self._first_gone)
+        self.router_pool.replace(worker, self._first_gone)
         return self._first_gone
 
     def scale(self, target: int, now_ns: int) -> list[Worker]:
@@ -269,16 +269,16 @@ class Pool:
         while len(self.active) > target:
             worker = self.active.pop()
             self.draining.append(worker)
-            self.front.leave(worker)
+            self.router_pool.leave(worker)
         added = []
         while len(self.active) + len(self.starting) < target:
-            self.front.router.join()
+            self.router_pool.router.join()
             worker = self._add()
             self.born_ns[worker.index] = now_ns
             added.append(worker)
             if self._startup_ns:
                 self.starting.append((now_ns + self._startup_ns, worker))
-                self.front.leave(worker)
+                self.router_pool.leave(worker)
             else:
                 self.active.append(worker)
         return added

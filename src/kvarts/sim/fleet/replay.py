@@ -25,9 +25,9 @@ from kvarts.sim.fleet.config import PEERS, STORE, TOKEN_BYTES, FleetConfig, Flee
 from kvarts.sim.fleet.driver import FleetDriver
 from kvarts.sim.fleet.handoff import TIMES
 from kvarts.sim.fleet.layer_wise import LayerWise, LayerWiseLinks, SharedLayerWise
-from kvarts.sim.fleet.moves import Below, Incoming, PeersOfWorkers, PeerUse, StoreUse, WorkersStore
-from kvarts.sim.fleet.pool import Front, ModelRouters, Pool
+from kvarts.sim.fleet.pool import ModelRouters, Pool, RouterPool
 from kvarts.sim.fleet.report import FleetReport
+from kvarts.sim.fleet.transitions import Below, Incoming, PeersOfWorkers, PeerUse, StoreUse, WorkersStore
 from kvarts.sim.fleet.worker import ByAge, ByReservation, DecodeOnly, Worker
 from kvarts.sim.replay import MANY_EVENTS, Traffic, make_router, prefill_cost, tiers_of, trace_of
 from kvarts.sim.replica import Replica
@@ -72,12 +72,12 @@ def replay_fleet(
         steps.append(StepLog(each.num_blocks, {**each.tiers, **shared}, memory))
         return [steps[-1], *(() if observers_of is None else observers_of(worker))]
 
-    def arrivals_at(front: Front) -> Arrivals:
+    def arrivals_at(router_pool: RouterPool) -> Arrivals:
         return Arrivals(
             trace,
             source,
-            front.router,
-            front.engines,
+            router_pool.router,
+            router_pool.engines,
             log,
             delay_ns=first.frontend_ns,
             timeout_ns=first.client_timeout_ns,
@@ -161,7 +161,7 @@ class BuiltFleet:
 
     def open(
         self,
-        arrivals_at: Callable[[Front], Incoming],
+        arrivals_at: Callable[[RouterPool], Incoming],
         readers_of: Callable[[FleetWorker], Sequence[EventReader]],
         *,
         on_progress: Callable[[int], object] | None = None,
@@ -172,27 +172,27 @@ class BuiltFleet:
         events.
         """
         config, store_links, peer_links = self._config, self.store_links, self.peer_links
-        fronts: dict[tuple[int, bool], Front] = {}
+        router_pools: dict[tuple[int, bool], RouterPool] = {}
         for place, of_model in enumerate(self._behind):
             for is_second in (False, True):
                 pools = [each.each for each in of_model.pools if (each.role == "decode") is is_second]
                 if pools:
-                    fronts[place, is_second] = self._front(pools, place)
+                    router_pools[place, is_second] = self._router_pool(pools, place)
         startup_ns = round(config.startup_s * 1e9)
         for number, each in enumerate(config.pools):
             place = self._place_of(each)
-            front = fronts[place, each.role == "decode"]
+            router_pool = router_pools[place, each.role == "decode"]
             below = self.stores[place].below if self.stores else self.peers[place].below if self.peers else None
-            opened = self._opener(each, number, front.router, readers_of, below)
+            opened = self._opener(each, number, router_pool.router, readers_of, below)
             model = self._behind[place].model
             self.pools.append(
-                Pool(each.name, each.role, each.each.replicas, opened, front, model=model, startup_ns=startup_ns)
+                Pool(each.name, each.role, each.each.replicas, opened, router_pool, model=model, startup_ns=startup_ns)
             )
         of_models = []
         for place, of_model in enumerate(self._behind):
-            behind = fronts[place, False]
+            behind = router_pools[place, False]
             token_bytes = config.token_bytes_of(of_model)
-            of_models.append(ModelRouters(of_model.model, behind, fronts.get((place, True), behind), token_bytes))
+            of_models.append(ModelRouters(of_model.model, behind, router_pools.get((place, True), behind), token_bytes))
         return FleetDriver(
             arrivals_at(of_models[0].first),
             of_models,
@@ -205,7 +205,7 @@ class BuiltFleet:
             on_progress=on_progress,
         )
 
-    def _front(self, pools: Sequence[ReplayConfig], place: int) -> Front:
+    def _router_pool(self, pools: Sequence[ReplayConfig], place: int) -> RouterPool:
         """Return a router in front of `pools` without workers yet; `place`: that of their model."""
         num_workers = sum(each.replicas for each in pools)
         of_all = structs.replace(pools[0], replicas=num_workers)
@@ -216,7 +216,7 @@ class BuiltFleet:
         if self.peers:
             peers_gain = self.peers[place].gain(prefill_cost(of_all), of_all.page_size, next(iter(tiers)))
         router = make_router(of_all, replicas, peers=peers_gain, tiers=tiers)
-        return Front(router, replicas)
+        return RouterPool(router, replicas)
 
     def _place_of(self, pool: PoolConfig) -> int:
         return next(

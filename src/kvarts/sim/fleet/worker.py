@@ -143,7 +143,7 @@ class Worker:
         self.pending: deque[Handoff] = deque()
         """Requests that wait for pages here, for a prompt that another worker has computed."""
         self.deferred: list[tuple[int, Handoff]] = []
-        """Actions of the fleet at the end of the step under way, by their numbers in kvarts.sim.fleet.moves."""
+        """Actions of the fleet at the end of the step under way, by their numbers in kvarts.sim.fleet.transitions."""
         self.interrupts: list[tuple[Callable[[Handoff, Worker, int], None], Handoff]] = []
         """Actions after the step under way has ended and its consequences were carried out."""
         self.is_down = False
@@ -254,7 +254,7 @@ class Worker:
             return True
         # Pages that decodes complete may be hits for the first pending request; what their windows release is free.
         scheduler = self.scheduler
-        return not self.is_mocker and (scheduler.running.num_sharing > 0 or scheduler.cache.settles)
+        return not self.is_mocker and (scheduler.running.num_sharing > 0 or scheduler.cache.frees_skipped)
 
     def generation(self) -> int:
         """Return a number that changes whenever a refused request may get its pages."""

@@ -674,8 +674,8 @@ class CacheFeed:
 
     wants_details = True
 
-    def __init__(self, tell: Callable[[Changed, int], object], *, at_end: bool) -> None:
-        self._tell = tell
+    def __init__(self, emit: Callable[[Changed, int], object], *, at_end: bool) -> None:
+        self._emit = emit
         self._at_end = at_end
         self._log: EventLog | None = None
         self._num_read = 0
@@ -713,7 +713,7 @@ class CacheFeed:
                 if self._step >= 0 and self._at_end:
                     self._in_step.append((self._step, event))
                 else:
-                    self._tell(event, self._time_ns)
+                    self._emit(event, self._time_ns)
             elif isinstance(event, StepStarted):
                 if event.step < self._step or self._step < 0:
                     self._end_steps({}, self._time_ns)
@@ -739,5 +739,5 @@ class CacheFeed:
 
     def _end_steps(self, ends_ns: dict[int, int], last_ns: int) -> None:
         for step, event in self._in_step:
-            self._tell(event, ends_ns.get(step, last_ns))
+            self._emit(event, ends_ns.get(step, last_ns))
         self._in_step.clear()

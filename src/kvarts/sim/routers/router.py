@@ -143,10 +143,10 @@ class PolicyRouter:
         if self.index is None:
             return None
 
-        def tell(event: PagesStored | PagesRemoved, time_ns: int) -> None:
-            self._tell(worker, event, time_ns)
+        def emit(event: PagesStored | PagesRemoved, time_ns: int) -> None:
+            self._emit(worker, event, time_ns)
 
-        feed = self._feeds[worker] = CacheFeed(tell, at_end=self._needs.pages == "end")
+        feed = self._feeds[worker] = CacheFeed(emit, at_end=self._needs.pages == "end")
         return feed
 
     def follow(self, worker: int, log: EventLog) -> None:
@@ -174,7 +174,7 @@ class PolicyRouter:
             change = index.store if isinstance(event, PagesStored) else index.remove
             change(worker, content, event.start_page, end, event.medium, event.group)
 
-    def _tell(self, worker: int, event: PagesStored | PagesRemoved, time_ns: int) -> None:
+    def _emit(self, worker: int, event: PagesStored | PagesRemoved, time_ns: int) -> None:
         if event.start_page < event.content.num_known_pages:
             self._num_events += 1
             heappush(self._events, (time_ns + self._event_lag_ns, self._num_events, worker, event))

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from kvarts.base.errors import ConfigError
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.events import Blocked
 from kvarts.core.kv.eviction import EvictionOrder, TreeWatcher
 from kvarts.core.kv.group_pages import GroupPages
@@ -120,7 +120,7 @@ def victims_of(scheduler: Scheduler, *, below_priority: int, page_bytes: int, en
 def _freed_by(scheduler: Scheduler, requests: Sequence[Request]) -> Iterator[int]:
     """Return the pages that each of `requests` frees if the earlier ones have ended."""
     running = scheduler.running
-    return scheduler.cache.needs.freed_by((request.holding, running.num_pages_of(request)) for request in requests)
+    return scheduler.cache.needs.freed_by((request.table, running.num_pages_of(request)) for request in requests)
 
 
 def _in_order(scheduler: Scheduler, below_priority: int) -> list[Request]:
@@ -243,13 +243,13 @@ class SharedDevice:
         with_page_ids: bool = False,
         order: EvictionOrder | None = None,
         watcher: TreeWatcher | None = None,
-        tell: Tell | None = None,
+        emit: Emit | None = None,
     ) -> DevicePart:
         """Add `model` and return its part of the device, for the scheduler that is then passed to `attach`.
 
         `page_bytes`: bytes of its pages; or `parts`, the empty cache of a model with KV groups, as in
         `open_grouped_part`. `guaranteed_bytes`: memory that the model can always reclaim. `with_page_ids`, `order` and
-        `watcher`: as in `open_part`. `tell` receives the events of its pages. Raise ConfigError for a model that is
+        `watcher`: as in `open_part`. `emit` receives the events of its pages. Raise ConfigError for a model that is
         registered already.
         """
         if model in self._members:
@@ -265,7 +265,7 @@ class SharedDevice:
                 with_page_ids=with_page_ids,
                 order=order,
                 watcher=watcher,
-                tell=tell,
+                emit=emit,
             )
         else:
             part = open_grouped_part(model, memory, self, parts, guaranteed_bytes=guaranteed_bytes)
@@ -414,7 +414,7 @@ class SharedDevice:
         self.retry_blocked(but=model)
         return Donation(True, 0, tuple(gone), lost_tokens)
 
-    def make_way(self, model: str, request: Request, num_pages: int, *, to_admit: bool) -> bool:
+    def preempt_for(self, model: str, request: Request, num_pages: int, *, to_admit: bool) -> bool:
         """Preempt requests of other models until `num_pages` can be taken for `request` of `model`; return success."""
         member = self._members[model]
         below_priority = request.priority
@@ -429,7 +429,7 @@ class SharedDevice:
             return False
         return self.request_pages(model, num_pages, below_priority, asker=request.index).is_granted
 
-    def may_make_way(self, model: str, now_ns: int) -> bool:
+    def may_preempt_for(self, model: str, now_ns: int) -> bool:
         """Return whether other models may be preempted for the head of `model` once they use enough pages.
 
         The head waits for pages that it is entitled to. The others' use grows while they decode.
@@ -495,7 +495,7 @@ class SharedDevice:
         requests: list[Request] = []
         if health == "dead":
             requests = self._cancel_all(member)
-            member.part.cache.shed(member.part.cache.num_cached)
+            member.part.cache.evict(member.part.cache.num_cached)
             if member.scheduler is not None and member.scheduler.tiers is not None:
                 member.scheduler.tiers.reset()
         self.retry_blocked()

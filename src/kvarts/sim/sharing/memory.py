@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import Protocol, TypeAlias
 
 from kvarts.base.errors import ConfigError
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.kv.cache import Cache
 from kvarts.core.kv.eviction import EvictionOrder, LruOrder, Node, TreeWatcher, noter_of, ranges_read_by
 from kvarts.core.kv.group_pages import GroupPages
@@ -216,14 +216,14 @@ class DeviceMemory:
             else:
                 others = [part for part in self.parts.values() if part.cache.num_cached]
                 if not others:
-                    given_back = asker.give_back(missing)
+                    given_back = asker.return_lent(missing)
                     assert given_back, f"L1: {needed} bytes were free, and are not"
                     continue
                 oldest, num_evicted = _oldest(others)
             num_missing = -(-missing // oldest.page_bytes)
             if num_missing < num_evicted:
                 num_evicted = num_missing
-            oldest.cache.shed(num_evicted)
+            oldest.cache.evict(num_evicted)
             evicted.append((oldest, num_evicted))
 
     def _over(self, asker: DevicePart, beyond: int) -> list[DevicePart]:
@@ -378,7 +378,7 @@ class Others(Protocol):
     def kept_for_others(self, model: str) -> int:
         """Return the free bytes that a request of `model` beyond its guarantee must leave to the others."""
 
-    def make_way(self, model: str, request: Request, num_pages: int, *, to_admit: bool) -> bool:
+    def preempt_for(self, model: str, request: Request, num_pages: int, *, to_admit: bool) -> bool:
         """Preempt requests of other models until `num_pages` can be taken for `request` of `model`; return success."""
 
 
@@ -537,30 +537,30 @@ class DevicePart:
     def _lent_bytes(self) -> int:
         return sum(part.cache.lender.num_lent() * part.page_bytes for part in self.memory.parts.values())
 
-    def reclaim(self, num_pages: int, num_matched: int = 0) -> bool:
+    def reclaim_lent(self, num_pages: int, num_matched: int = 0) -> bool:
         """Give up stores for `num_pages` pages, if that is enough: its own first."""
         short_bytes = num_pages * self.page_bytes
         if short_bytes + num_matched * self.page_bytes > self._lent_bytes():
             return False
-        self.give_back(short_bytes)
+        self.return_lent(short_bytes)
         self.refresh()
         return True
 
-    def give_back(self, num_bytes: int) -> bool:
+    def return_lent(self, num_bytes: int) -> bool:
         """Give up stores of this model, then of others, for `num_bytes` bytes; return whether there were any."""
         short_bytes = num_bytes
         for part in (self, *(other for other in self.memory.parts.values() if other is not self)):
             num_lent = part.cache.lender.num_lent()
-            part.cache.lender.give_back(min(num_lent, -(-short_bytes // part.page_bytes)))
+            part.cache.lender.return_lent(min(num_lent, -(-short_bytes // part.page_bytes)))
             short_bytes -= (num_lent - part.cache.lender.num_lent()) * part.page_bytes
             part.has_given_back |= part is not self and part.cache.lender.num_lent() < num_lent
             if short_bytes <= 0:
                 break
         return short_bytes < num_bytes
 
-    def make_way(self, request: Request, num_pages: int, *, to_admit: bool) -> bool:
+    def preempt_for(self, request: Request, num_pages: int, *, to_admit: bool) -> bool:
         """Preempt requests of other models until `num_pages` can be taken for `request`; return success."""
-        return self._device.make_way(self.name, request, num_pages, to_admit=to_admit)
+        return self._device.preempt_for(self.name, request, num_pages, to_admit=to_admit)
 
     # Claims -----------------------------------------------------------------------------------------------
 
@@ -588,7 +588,7 @@ def open_part(
     with_page_ids: bool = False,
     order: EvictionOrder | None = None,
     watcher: TreeWatcher | None = None,
-    tell: Tell | None = None,
+    emit: Emit | None = None,
 ) -> DevicePart:
     """Return a part of `memory` with a new pool, tree and cache.
 
@@ -598,7 +598,7 @@ def open_part(
     total = _num_pages(name, memory, page_bytes)
     pool = SharedPool(memory, page_bytes, IdPool(total) if with_page_ids else CountPool(total))
     aged = AgedOrder(LruOrder() if order is None else order, memory.clock)
-    cache = PageCache(pool, PrefixTree(aged, tell, watcher=watcher))
+    cache = PageCache(pool, PrefixTree(aged, emit, watcher=watcher))
     return DevicePart(name, memory, device, pool, aged, cache, guaranteed_bytes=guaranteed_bytes)
 
 

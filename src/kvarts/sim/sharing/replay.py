@@ -182,7 +182,7 @@ def open_tenant(
             with_page_ids=with_ids,
             order=of_model.eviction() if below is None else below.order,
             watcher=None if below is None else below.watcher,
-            tell=log.tell_details,
+            emit=log.emit_details,
         )
     else:
         part = register(
@@ -190,7 +190,7 @@ def open_tenant(
                 of_model,
                 memory,
                 num_blocks=config.most_bytes(name) // config.counted_bytes[name],
-                tell=log.tell_details,
+                emit=log.emit_details,
                 with_ids=with_ids,
                 below=below,
                 make_order=of_model.eviction,

@@ -78,7 +78,7 @@ class Tenant:
         return reason
 
     def refuse(self, request: Request, reason: str, now_ns: int) -> None:
-        """Tell readers that `request` was refused at `now_ns` before it was queued, for `reason`."""
+        """Emit readers that `request` was refused at `now_ns` before it was queued, for `reason`."""
         self.engine.refuse(request, reason, now_ns)
 
     def cancel(self, request: Request, now_ns: int) -> None:
@@ -141,10 +141,10 @@ class Tenant:
     def leap(self, durations_ns: list[int], pages_taken: list[int], turns: Turns) -> None:
         """Start identical steps, each in its own turn, whose pages were already taken. `end_leap` must follow."""
         engine, scheduler = self.engine, self.scheduler
-        assert engine.log.tell_details is None, "what happens in many turns at once is not told in detail"
+        assert engine.log.emit_details is None, "what happens in many turns at once is not told in detail"
         scheduler.publish_taken(len(durations_ns))
-        if engine.log.tell is not None:
-            engine.log.tell(
+        if engine.log.emit is not None:
+            engine.log.emit(
                 LeapDone(
                     scheduler.wheel.step,
                     turns.starts_ns[0],
@@ -191,7 +191,7 @@ class TurnOrder:
         """Return the model that has the next turn, of those that can step; None if none can."""
         device, could_step, due = self._device, self.able, self.due
         tenants = self._tenants
-        able = [each for each in tenants if not each.is_stalled or device.may_make_way(each.name, now_ns)]
+        able = [each for each in tenants if not each.is_stalled or device.may_preempt_for(each.name, now_ns)]
         if able != could_step:
             since = (self._since_ns if could_step else now_ns) * self.unit
             for tenant in able:

@@ -245,7 +245,7 @@ def plan_turn_leaps(
     if first.wants_tokens:  # the most frequent reason, and the cheapest to find
         return None
     for tenant in tenants:
-        if tenant.part.claimed_bytes and device.may_make_way(tenant.name, now_ns):
+        if tenant.part.claimed_bytes and device.may_preempt_for(tenant.name, now_ns):
             return None
     active = order.able
     horizons = []
@@ -670,7 +670,7 @@ class SharedDriver(Driver):
             of_model, row, _ = self._in_engines.pop(request)
             of_model.log.reject(request, row, index, reason, FAILED)
             of_model.source.done(row, max(now_ns, request.arrival_ns))
-            self._tell(1)
+            self._emit(1)
 
     def _settle(self) -> None:
         """Fail the requests of models that are still degraded, then those that arrive as a consequence."""

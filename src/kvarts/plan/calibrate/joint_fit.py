@@ -25,7 +25,7 @@ from kvarts.base.errors import ConfigError
 from kvarts.base.processes import Processes
 from kvarts.cost.roofline_settings import COEFFICIENTS, Constants, HeldOut, shipped_constants
 from kvarts.plan.calibrate.coefficients import BOUNDS, needs_scipy
-from kvarts.plan.calibrate.course import METRICS, Course, Point, Pricing, course_of, load_points, with_constants
+from kvarts.plan.calibrate.schedule import METRICS, Course, Point, Pricing, course_of, load_points, with_constants
 
 __all__ = [
     "HALVES",

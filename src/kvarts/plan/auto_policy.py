@@ -202,9 +202,9 @@ class _Shadow:
         self.order.is_paused = is_paused
         match = cache.match(content, size)
         self.score = self.score * decay + match.num_pages
-        holding = cache.open(match)
-        cache.grow(holding, size)
-        cache.close(holding, size, size)
+        table = cache.open(match)
+        cache.grow(table, size)
+        cache.close(table, size, size)
 
 
 class AutoOrder(WeightedOrder):

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvarts.core.event_log import Tell
+from kvarts.core.event_log import Emit
 from kvarts.core.kv.cache import Cache, PageReserve
 from kvarts.core.kv.pool import PageId
 from kvarts.core.request import Request
@@ -14,29 +14,29 @@ from kvarts.core.sched.step import Step
 from kvarts.core.sched.wheel import DecodeWheel
 
 if TYPE_CHECKING:
-    from kvarts.core.kv.groups import OwnPages
+    from kvarts.core.kv.groups import PagesOfSession
 
-__all__ = ["OwnPagesInUse"]
+__all__ = ["SessionPagesInUse"]
 
 
-class OwnPagesInUse:
+class SessionPagesInUse:
     """The pages that requests brought along. `reserve`: the source of these pages.
 
     Decodes that bring their own pages get and drop pages only in steps that compute a token at certain places of a
     page: the first place, and the places at which their window leaves a page. So no other decode is touched.
     """
 
-    def __init__(self, cache: Cache, tell: Tell | None) -> None:
-        self.reserve = PageReserve(cache, tell)
+    def __init__(self, cache: Cache, emit: Emit | None) -> None:
+        self.reserve = PageReserve(cache, emit)
         self.waiting: deque[Request] = deque()
         """Requests that wait for a place and for tokens, and never for memory."""
-        self.computed: list[tuple[OwnPages, int]] = []
+        self.computed: list[tuple[PagesOfSession, int]] = []
         """Holders of pages with a chunk in this step, and the position of its last token."""
         self.changed: Sequence[Request] = ()
         """Decodes whose pages changed for the step being planned."""
-        self._copying: list[OwnPages] = []
+        self._copying: list[PagesOfSession] = []
 
-    def compute(self, own: OwnPages, start: int, end: int) -> None:
+    def compute(self, own: PagesOfSession, start: int, end: int) -> None:
         """Make tokens [start, end) of a chunk writable."""
         own.settle(start)
         own.grow(start, end)

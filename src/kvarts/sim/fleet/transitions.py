@@ -19,7 +19,7 @@ from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.fleet.config import FleetConfig
 from kvarts.sim.fleet.handoff import Handoff
 from kvarts.sim.fleet.layer_wise import LayerWiseLinks
-from kvarts.sim.fleet.pool import Front, ModelRouters
+from kvarts.sim.fleet.pool import ModelRouters, RouterPool
 from kvarts.sim.fleet.worker import ByReservation, Worker
 from kvarts.sim.report.requests import COMPLETED, FAILED, REJECTED
 from kvarts.sim.traffic.trace_request import DirectRequest, TraceRequest
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvarts.core.build import PrepareTiers
     from kvarts.core.tiers.config import OffloadConfig
 
-__all__ = ["Arriving", "Incoming", "Moves", "PeerUse", "PeersOfWorkers"]
+__all__ = ["Arriving", "FleetTransitions", "Incoming", "PeerUse", "PeersOfWorkers"]
 __all__ += ["RELEASE", "SEND", "Below", "StoreUse", "WorkersStore"]
 
 SEND: Final = 0
@@ -221,7 +221,7 @@ class PeerUse:
         return any(memory.leave(worker) for memory in self.memories)
 
 
-class Moves:
+class FleetTransitions:
     """Owner of the requests of a fleet.
 
     `of_models`: the routers of each model, or one pair for all requests. `store`, `peers`: see FleetDriver.
@@ -251,10 +251,10 @@ class Moves:
         self._log = arrivals.log
         self._of_models = of_models
         self._place_of_model = {routers.model: place for place, routers in enumerate(of_models)}
-        self._fronts = [front for routers in of_models for front in routers.fronts]
-        self._holding = [front for front in self._fronts if front.router.holds_requests]
+        self._router_pools = [router_pool for routers in of_models for router_pool in routers.router_pools]
+        self._holding = [router_pool for router_pool in self._router_pools if router_pool.router.holds_requests]
         """Routers in which requests may wait."""
-        self._pools = [pool for front in self._fronts for pool in front.pools]
+        self._pools = [pool for router_pool in self._router_pools for pool in router_pool.pools]
         self.workers = sorted(
             (worker for pool in self._pools for worker in pool.workers), key=lambda worker: worker.index
         )
@@ -323,11 +323,11 @@ class Moves:
         is_done = False
         while not is_done:
             is_done = True
-            for front in self._holding:
-                if front.router.reads_metrics and not front.router.staleness_ns:
-                    self._poll(front, now_ns)
-                front.tell(now_ns, range(len(front.workers)))
-                for handoff in front.take_placed(now_ns):
+            for router_pool in self._holding:
+                if router_pool.router.reads_metrics and not router_pool.router.staleness_ns:
+                    self._poll(router_pool, now_ns)
+                router_pool.emit(now_ns, range(len(router_pool.workers)))
+                for handoff in router_pool.take_placed(now_ns):
                     self._send(handoff, now_ns)
                     is_done = False
             if self._actions:
@@ -353,14 +353,14 @@ class Moves:
             if self._waits_in_router(handoff):
                 return
         routers = self._of_models[handoff.model]
-        front = routers.second if has_begun or handoff.is_local else routers.first
-        if front.is_open:
-            self._submit(handoff, front, now_ns)
+        router_pool = routers.second if has_begun or handoff.is_local else routers.first
+        if router_pool.is_open:
+            self._submit(handoff, router_pool, now_ns)
         else:
-            front.stranded.append(handoff)
+            router_pool.stranded.append(handoff)
 
     def _waits_in_router(self, handoff: Handoff) -> bool:
-        return any(handoff.decode in front.held or handoff.prefill in front.held for front in self._holding)
+        return any(handoff.decode in each.held or handoff.prefill in each.held for each in self._holding)
 
     def _send_on(self, handoff: Handoff, now_ns: int) -> None:
         """Send a request whose prompt is held, or being computed, to a worker that generates."""
@@ -448,7 +448,7 @@ class Moves:
         self._left[handoff.row.row] = handoff
         self._leases.append((now_ns + self._hold_ns, handoff))
         self._is_done(handoff, now_ns)
-        self._tell(1)
+        self._emit(1)
 
     def _is_done(self, handoff: Handoff, end_ns: int) -> None:
         """Let the source know of an end, upon which another request may arrive."""
@@ -512,11 +512,15 @@ class Moves:
             self._unplan(handoff)
         return self._route(second, handoff, now_ns)
 
-    def _submit(self, handoff: Handoff, front: Front, now_ns: int) -> None:
-        """Queue a request in a worker of `front`, that computes its prompt, or all of it."""
+    def _submit(self, handoff: Handoff, router_pool: RouterPool, now_ns: int) -> None:
+        """Queue a request in a worker of `router_pool`, that computes its prompt, or all of it."""
         decode = request = handoff.decode
         routers = self._of_models[handoff.model]
-        worker = self._route_second(handoff, now_ns) if front is routers.second else self._route(front, handoff, now_ns)
+        worker = (
+            self._route_second(handoff, now_ns)
+            if router_pool is routers.second
+            else self._route(router_pool, handoff, now_ns)
+        )
         if worker is None:
             return
         reason = None
@@ -527,9 +531,9 @@ class Moves:
                 reason = routers.second.never_fits(decode)
         else:
             handoff.target = worker.index
-            if front is routers.first:
+            if router_pool is routers.first:
                 self._unplan(handoff)
-            if front is routers.first or handoff.is_local:
+            if router_pool is routers.first or handoff.is_local:
                 handoff.do_both()
                 handoff.source = worker.index
             else:
@@ -538,7 +542,7 @@ class Moves:
             self._is_busy(worker, now_ns)
             reason = worker.replica.submit(request, now_ns)
         if reason is not None:
-            front.ended(request)
+            router_pool.ended(request)
             self._refuse(handoff, worker.index, reason, REJECTED if handoff.held_ns < 0 else FAILED)
             return
         self._enter(handoff, request, worker)
@@ -553,9 +557,9 @@ class Moves:
             handoff.at_target = True
         self._roused.add(worker.index)
 
-    def _route(self, front: Front, handoff: Handoff, now_ns: int) -> Worker | None:
-        """Return the worker behind `front` on which a request is placed; None if it waits in the router."""
-        router = front.router
+    def _route(self, router_pool: RouterPool, handoff: Handoff, now_ns: int) -> Worker | None:
+        """Return the worker behind `router_pool` on which a request is placed; None if it waits in the router."""
+        router = router_pool.router
         if handoff.routed >= 0:
             routed, handoff.routed = self.workers[handoff.routed], -1
             if router.reads_prefills and handoff.is_from_source:
@@ -563,22 +567,22 @@ class Moves:
             return routed
         if router.is_told or router.reads_metrics:
             if not router.staleness_ns:
-                self._poll(front, now_ns)
-            front.tell(now_ns, range(len(front.workers)))
+                self._poll(router_pool, now_ns)
+            router_pool.emit(now_ns, range(len(router_pool.workers)))
         request, routers = handoff.decode, self._of_models[handoff.model]
-        if routers.only_prefills and front is routers.first:
+        if routers.only_prefills and router_pool is routers.first:
             request = handoff.let_compute()
-        worker = front.choose(request, handoff, now_ns)
+        worker = router_pool.choose(request, handoff, now_ns)
         if worker is not None and router.reads_prefills and handoff.is_from_source:
             router.prefilled(request.index)  # its prompt is computed elsewhere
         return worker
 
-    def _poll(self, front: Front, now_ns: int) -> None:
-        """Pass the events of its workers to the router of `front`, and their metrics if these are due."""
-        for worker in front.workers:
+    def _poll(self, router_pool: RouterPool, now_ns: int) -> None:
+        """Pass the events of its workers to the router of `router_pool`, and their metrics if these are due."""
+        for worker in router_pool.workers:
             self._is_busy(worker, now_ns)
-        if front.poll_ns(now_ns) == now_ns:
-            front.poll(now_ns, range(len(front.engines)))
+        if router_pool.poll_ns(now_ns) == now_ns:
+            router_pool.poll(now_ns, range(len(router_pool.engines)))
 
     def _choose_second(self, handoff: Handoff, now_ns: int) -> None:
         """Send a request to the queue for pages of a worker that generates."""
@@ -675,7 +679,7 @@ class Moves:
     def _weight(self, worker: Worker, token_bytes: int, start: int, num_tokens: int) -> int:
         """Return the bytes of KV with which `worker`, with `start` tokens of a prompt, can continue it."""
         cache, page_size = worker.scheduler.cache, self._page_size
-        if cache.settles:
+        if cache.frees_skipped:
             num_blocks = cache.incoming.num_sent(start, num_tokens, page_size)
             return num_blocks * page_size * token_bytes // cache.page_blocks
         if self._only_missing:
@@ -745,10 +749,10 @@ class Moves:
         self._roused.add(worker.index)
         handoff.note_below(handoff.decode, worker.tier_names)
         handoff.at_target = False
-        self._front_of(handoff).ended(handoff.decode)
+        self._router_pool_of(handoff).ended(handoff.decode)
         self._complete(handoff)
 
-    def _front_of(self, handoff: Handoff) -> Front:
+    def _router_pool_of(self, handoff: Handoff) -> RouterPool:
         """Return the router of the target."""
         routers = self._of_models[handoff.model]
         return routers.first if handoff.target == handoff.source and not handoff.is_local else routers.second
@@ -767,8 +771,8 @@ class Moves:
 
     def _withdraw(self, handoff: Handoff) -> None:
         """Remove a request from the router in which it waits, if it does."""
-        for front in self._holding:
-            front.withdraw(handoff)
+        for router_pool in self._holding:
+            router_pool.withdraw(handoff)
 
     def _drop_soon(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
         """Drop a request from `worker` at the end of the step under way; at once if the step does not involve it."""
@@ -1004,7 +1008,7 @@ class Moves:
         self._leave_target(handoff, worker)
         if not handoff.is_given_up:
             self._is_done(handoff, handoff.decode.last_token_ns)
-            self._tell(1)
+            self._emit(1)
 
     def _complete(self, handoff: Handoff) -> None:
         """Log a request that has ended or was given up, once no worker holds any part of it."""
@@ -1026,7 +1030,7 @@ class Moves:
             request.cancelled_ns = self.now_ns
             self._source_moved = True
             self._arrivals.note_cancelled(request, handoff.row, replica, more)
-            self._tell(1)
+            self._emit(1)
         else:
             self._log.end(request, handoff.row, replica, more=more)
 
@@ -1057,7 +1061,7 @@ class Moves:
         self._unplan(handoff)
         self._log.reject(handoff.decode, handoff.row, worker, reason, status, more=self._more(handoff))
         self._is_done(handoff, self.now_ns)
-        self._tell(1)
+        self._emit(1)
 
     def _fail(self, handoff: Handoff, reason: str) -> None:
         """Fail a request that fits no worker that generates, and release the pages that its source holds."""
@@ -1066,6 +1070,6 @@ class Moves:
         self._refuse(handoff, handoff.target, reason, FAILED)
         self._actions.append((RELEASE, handoff))
 
-    def _tell(self, num_ended: int) -> None:
+    def _emit(self, num_ended: int) -> None:
         if self._on_progress is not None:
             self._on_progress(num_ended)

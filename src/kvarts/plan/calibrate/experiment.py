@@ -19,7 +19,7 @@ from kvarts.cost.roofline import RooflineCost
 from kvarts.plan.calibrate.coefficients import logs_of, names_of, needs_scipy, widths_of
 from kvarts.plan.calibrate.comparison import replayed_of
 from kvarts.plan.calibrate.fitting import KNOWN, Search, covariance_of
-from kvarts.plan.calibrate.measured import Measured
+from kvarts.plan.calibrate.recorded_run import Measured
 from kvarts.plan.calibrate.run import CalibrationRun, FittedRun
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replaying import replay
