@@ -191,10 +191,10 @@ STAGES = (
     ),
     Stage(
         "fuzz",
-        "random command lines for a minute, compiled beside interpreted where there is a compiled build",
+        "150 random command lines, about a minute, compiled beside interpreted where there is a compiled build",
         (
             (
-                f"{WITH_PEERS} .venv/bin/python -m fuzz --seconds 60 --seed {COMMIT} --processes 0.01 "
+                f"{WITH_PEERS} .venv/bin/python -m fuzz --lines 150 --seconds 120 --seed {COMMIT} --processes 0.01 "
                 "--compiled build/compiled/src"
             ),
         ),

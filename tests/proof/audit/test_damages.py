@@ -330,7 +330,7 @@ def test_a_part_that_a_decode_releases_late_is_found(
 
 def test_an_engine_that_counts_other_parts_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A control: it forgets to give back what windows have passed, and says nothing of it."""
-    monkeypatch.setattr(RunCache, "settle_group", lambda cache, table, index, num_tokens: None)
+    monkeypatch.setattr(RunCache, "free_skipped_in", lambda cache, table, index, num_tokens: None)
     with pytest.raises(AuditError, match="no later token sees it"):
         replay(CASE.trace(), CASE.config(kv_groups="all", groups=GROUPS, audit=True))
 
