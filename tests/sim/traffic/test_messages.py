@@ -366,3 +366,31 @@ def test_ids_agree_exactly_as_far_as_tokens_do(one: list[str], other: list[str],
     units = [[each.units[at : at + 8] for at in range(0, len(each.units), 8)] for each in ids]
     for place in range(min(map(len, tokens)) // size):
         assert (units[0][place] == units[1][place]) == ((place + 1) * size <= common)
+
+
+SPENT = {"startTime": "2026-01-01T00:00:00Z", "prompt_tokens": 20, "completion_tokens": 5, "status": "success"}
+
+
+def test_logs_of_a_gateway_are_messages_where_they_have_them(tmp_path: Path) -> None:
+    """LiteLLM's spend logs have an empty object in place of the messages, unless it is told to store them."""
+    path = tmp_path / "log.jsonl"
+    path.write_text(json.dumps({**SPENT, "request_id": "a", "messages": {}, "response": {}}) + "\n")
+    trace = load_trace(path)
+    assert not trace.knows_prefixes and [request.num_prompt_tokens for request in trace] == [20]
+    said = [{"role": "user", "content": "hello " * 40}]
+    rows = [
+        {**SPENT, "request_id": "a", "messages": said, "response": {}},
+        {**SPENT, "request_id": "b", "messages": said, "status": "failure"},
+        {**SPENT, "request_id": "c", "messages": said, "cache_hit": "True"},
+        {**SPENT, "request_id": "d", "messages": said, "call_type": "aembedding"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trace = load_trace(path)
+    assert trace.knows_prefixes and [request.num_output_tokens for request in trace] == [5]
+    assert trace.left_out == {"failed": 1, "answered by a proxy cache": 1, "embeddings": 1}
+
+
+def test_a_table_with_a_prompt_is_one_of_columns(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("time,prompt,prompt_tokens,completion_tokens\n2026-01-01T00:00:00Z,hello,5,2\n")
+    assert [request.num_prompt_tokens for request in load_trace(path)] == [5]

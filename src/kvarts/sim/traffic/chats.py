@@ -28,6 +28,15 @@ from kvarts.sim.traffic.trace_file import date_ns
 __all__ = ["FAILED", "NO_MESSAGES", "chats_of"]
 
 FAILED, NO_MESSAGES, STORED = "failed", "without messages", "continuing what the server stores"
+NO_LOAD = tuple(
+    (name, re.compile(pattern), reason)
+    for name, pattern, reason in (
+        ("status", "(?i)fail(ed|ure)?|error", FAILED),
+        ("cache_hit", "(?i)true", "answered by a proxy cache"),
+        ("call_type", ".*embedding.*", "embeddings"),
+    )
+)
+"""Fields of logs of gateways, and what their values say of a row."""
 BODY = ("body", "request_body", "requestBody", "request", "payload", "params")
 RESPONSE = ("response_body", "responseBody", "response", "completion")
 CONVERSATION = ("conversations", "conversation")
@@ -102,11 +111,15 @@ def _of_body(row: Row, body: Row, response: Any, file: str, line: int) -> Iterat
     if row.get("error") or (isinstance(response, dict) and response.get("error")):
         yield FAILED
         return
+    for name, pattern, reason in NO_LOAD:
+        if pattern.fullmatch(str(row.get(name))):
+            yield reason
+            return
     if not _has(body):
         yield NO_MESSAGES
         return
     usage = next(
-        (each for of in (response, row) if isinstance(of, dict) and isinstance(each := of.get("usage"), dict)), {}
+        (each for of in (response, row) if isinstance(of, dict) and isinstance(each := of.get("usage"), dict)), row
     )
     model = _name(body, ("model",)) or _name(row, ("model",))
     chat = Chat(

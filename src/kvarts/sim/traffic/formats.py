@@ -42,9 +42,9 @@ class TraceForm(msgspec.Struct, frozen=True, kw_only=True):
     """One form of traces.
 
     `signs`: sets of field names; the form is recognised if all fields of one set are present. `whole_signs`: sets that
-    must be all fields. `example`: the first record as published, or the header and a row. `rows`: where its rows hold
-    what; or else `reader`: MODULE:FUNCTION below `kvarts.sim.traffic`. `takes`: options of `load_trace` that apply;
-    `refuses`: reasons why others do not.
+    must be all fields. `needs_values`: these fields must not be empty. `example`: the first record as published, or the
+    header and a row. `rows`: where its rows hold what; or else `reader`: MODULE:FUNCTION below `kvarts.sim.traffic`.
+    `takes`: options of `load_trace` that apply; `refuses`: reasons why others do not.
     """
 
     name: str
@@ -56,6 +56,7 @@ class TraceForm(msgspec.Struct, frozen=True, kw_only=True):
     takes: frozenset[str] = frozenset({SKIPPING})
     refuses: dict[str, str] = msgspec.field(default_factory=lambda: {BLOCK_SIZE: NO_IDS})
     whole_signs: tuple[frozenset[str], ...] = ()
+    needs_values: bool = False
     is_table: bool = False
     reads_directories: bool = False
     tells_prefixes: bool = False
@@ -263,6 +264,7 @@ FORMS: tuple[TraceForm, ...] = (
             "session_id payloads",
         ),
         whole_signs=_signs("data"),
+        needs_values=True,
         example='{"created":1700000000,"model":"m","messages":[{"role":"system","content":"Be brief."},{"role":"user",'
         '"content":"Hello"}],"response":{"choices":[{"message":{"role":"assistant","content":"Hi."}}],"usage":'
         '{"prompt_tokens":14,"completion_tokens":2}}}',
@@ -513,8 +515,9 @@ def form_of(file: TraceFile) -> TraceForm | None:
     """Return the form of a file, or of a directory's first file; None if unknown."""
     records = _names(file)
     for form in (*FORMS, EVALSCOPE):
-        is_sign = any(sign <= names for sign in form.signs for names in records)
-        if is_sign or any(names in form.whole_signs for names in records):
+        found = file.first_filled if form.needs_values else records
+        is_sign = any(sign <= names for sign in form.signs for names in found)
+        if is_sign or any(names in form.whole_signs for names in found):
             return form
     if any(sign <= names for *_, signs in CONVERTED for sign in signs for names in records):
         return None

@@ -247,19 +247,26 @@ class TraceFile:
     @cached_property
     def first_fields(self) -> list[frozenset[str]]:
         """Field names of the first records that are JSON objects; empty for other kinds of files."""
+        return [fields for fields in map(_fields, self._first_records) if fields]
+
+    @cached_property
+    def first_filled(self) -> list[frozenset[str]]:
+        """As `first_fields`, without fields whose value is empty."""
+        return [names for each in self._first_records if (names := _fields(each, is_filled=True))]
+
+    @cached_property
+    def _first_records(self) -> list[bytes]:
         if not self.is_json:
             return []
         if self.is_json_lines and not (self._is_one_line and _page(self._beginning[0])):
-            return [fields for _, fields in self._first_lines if fields]
+            return [line for line, fields in self._first_lines if fields]
         data = self._elements()
         if not data.startswith(b"["):
-            fields = _fields(data)
-            return [fields] if fields else []
+            return [data]
         try:
-            elements = msgspec.json.decode(data, type=list[msgspec.Raw])[:MOST_RECORDS]
+            return [bytes(each) for each in msgspec.json.decode(data, type=list[msgspec.Raw])[:MOST_RECORDS]]
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return []
-        return [fields for fields in map(_fields, map(bytes, elements)) if fields]
 
     def malformed(self) -> InputError:
         """Return the error for a file that begins like JSON but contains no JSON object."""
@@ -386,10 +393,17 @@ def _unpacked(source: Path | BinaryIO) -> BinaryIO:
     return cast(BinaryIO, gzip.open(source))
 
 
-def _fields(data: bytes) -> frozenset[str] | None:
-    """Return the field names of a JSON object; empty for another JSON value; None if `data` is not JSON."""
+EMPTY = (b"null", b"{}", b"[]", b'""', b'"{}"', b'"[]"')
+
+
+def _fields(data: bytes, *, is_filled: bool = False) -> frozenset[str] | None:
+    """Return the field names of a JSON object; empty for another JSON value; None if `data` is not JSON.
+
+    `is_filled`: only those of values that are not empty.
+    """
     try:
-        return frozenset(msgspec.json.decode(data, type=dict[str, msgspec.Raw]))
+        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        return frozenset(name for name, value in fields.items() if not is_filled or bytes(value) not in EMPTY)
     except (msgspec.ValidationError, RecursionError):
         return frozenset()
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -400,7 +414,7 @@ def _fields(data: bytes) -> frozenset[str] | None:
         value = json.loads(data)  # accepts NaN and Infinity, which Python writes but standard JSON lacks
     except (ValueError, RecursionError):
         return None
-    return frozenset(value) if isinstance(value, dict) else frozenset()
+    return frozenset(name for name in value if not is_filled or value[name]) if isinstance(value, dict) else frozenset()
 
 
 def _in_microseconds(batch: Any) -> Any:
