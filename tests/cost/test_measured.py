@@ -25,10 +25,15 @@ def batch_of(random: Random) -> Batch:
     return Batch(tuple(chunks), num_decodes, num_decodes * random.randrange(10, 2000), 1 << 20)
 
 
-@given(st.floats(1.0, 50.0), st.floats(0.01, 1.0), st.floats(0.0, 1e-4), st.floats(0.3, 3.0), st.integers(0, 1 << 20))
-def test_it_follows_a_device(step_ms: float, token_ms: float, known_ms: float, change: float, seed: int) -> None:
-    """Within a tenth of the mean duration, plus its mean error, after 100 noisy steps; also when the speed changes."""
+@given(st.floats(1.0, 50.0), st.floats(0.01, 1.0), st.floats(0.0, 0.5), st.floats(0.3, 3.0), st.integers(0, 1 << 20))
+def test_it_follows_a_device(step_ms: float, token_ms: float, share: float, change: float, seed: int) -> None:
+    """Within a tenth of the mean duration, plus its mean error, after 100 noisy steps; also when the speed changes.
+
+    The contexts of a full batch take at most `share` of what a step takes without them: where they take more than all
+    else, estimates can be too high by four fifths.
+    """
     random = Random(seed)
+    known_ms = share * step_ms / (32 * 1000)
     cost = MeasuredCost([(1, (step_ms + token_ms) / 1e3), (256, (step_ms + 256 * token_ms) / 1e3)])
     for factor in (1.0, change):
         linear = LinearCost(
@@ -41,7 +46,7 @@ def test_it_follows_a_device(step_ms: float, token_ms: float, known_ms: float, c
             batch = batch_of(random)
             cost.note(batch, round(linear.step_ns(batch) * random.uniform(0.9, 1.1)))
         ratios = [cost.step_ns(batch) / linear.step_ns(batch) for batch in (batch_of(random) for _ in range(30))]
-        assert 0.9 < sum(ratios) / len(ratios) < 1.3
+        assert 0.9 < sum(ratios) / len(ratios) < 1.4
 
 
 def test_one_slow_step_changes_little_and_no_duration_is_negative() -> None:

@@ -285,11 +285,11 @@ class NaiveEngine:
         self.preempted.append((victim.seq, asker.seq, victim.computed))
         self.running.remove(victim)
         self.release(victim)
+        victim.preemptions += 1
         if self.plans_ahead and victim.has_ended:
             return  # and does not come back
         victim.computed = 0
         victim.decodes = False
-        victim.preemptions += 1
         self.waiting.insert(0, victim)
         if self.profile == "default":
             self.waiting.sort(key=lambda r: -r.priority)

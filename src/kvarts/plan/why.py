@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from kvarts.base.errors import ConfigError
-from kvarts.base.limits import MOST_COUNT
+from kvarts.base.limits import check_whole
 from kvarts.plan.curve import lru_curve, stack_distances
 from kvarts.plan.reuse import Reuse, find_reuse
 from kvarts.proof.explain.hits import HitLedger
@@ -137,8 +137,8 @@ def why(
     Raise MissingFileError; InputError; ConfigError for several traces without messages, or a size below 1.
     """
     for name, value in (("page_size", page_size), ("pages", pages)):
-        if value is not None and value < 1:
-            raise ConfigError(f"must be at least 1, got {value}", field=name)
+        if value is not None:
+            check_whole(value, name)
     files = [TraceFile(path) for path in paths]
     for file in files:
         file.on_read = on_read
@@ -182,7 +182,7 @@ def _of_trace(trace: Trace, page_size: int, pages: int | None, partings: _Partin
 def _evicted(losses: dict[str, Loss], reuse: Reuse, pages: int) -> int:
     """Add and return the tokens of hits that prefix LRU loses in a pool of `pages`."""
     distances = stack_distances(reuse)
-    lost = reuse.hittable - np.clip(min(pages, MOST_COUNT) - distances, 0, reuse.hittable)
+    lost = reuse.hittable - np.clip(pages - distances, 0, reuse.hittable)
     if not lost.any():
         return 0
     curve = lru_curve(reuse, distances)
