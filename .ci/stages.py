@@ -212,7 +212,8 @@ STAGES = (
             (
                 f"{PYTEST} tests/run/llm tests/docs/test_chat_example.py tests/package/test_front_door.py "
                 "tests/run/sessions/test_real_sessions.py tests/run/sessions/test_durable_sessions.py "
-                "tests/doors/openai_api/test_real_model.py tests/doors/inside_vllm/test_vllm_worker.py"
+                "tests/doors/openai_api/test_real_model.py tests/doors/inside_vllm/test_vllm_worker.py "
+                "tests/base/test_templates.py tests/plan/test_why.py tests/sim/traffic/test_messages.py"
             ),
             f"{PYTEST} -m '' tests/docs/test_docs.py -k guide-models",
             (
