@@ -116,25 +116,50 @@ def inference_perf(kind: str, url: str, folder: Path, work: Path, requests: int)
 
 
 LITELLM = """
-import asyncio, json, sys
-import litellm
+import json, os, secrets, subprocess, sys, time, urllib.error, urllib.request
+from pathlib import Path
+url, log, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+work, key, port = Path(log).parent, "sk-" + secrets.token_hex(24), 4999
+(work / "litellm_log.py").write_text('''
+import json, os
 from litellm.integrations.custom_logger import CustomLogger
 class Log(CustomLogger):
     async def async_log_success_event(self, kwargs, response_obj, start_time, end_time):
-        with open(sys.argv[2], "a") as file:
-            file.write(json.dumps(kwargs["standard_logging_object"], default=str) + "\\n")
-litellm.callbacks = [Log()]
-litellm.cache = litellm.Cache(type="local")
-async def main():
-    for place in range(int(sys.argv[3])):
+        with open(os.environ["LOG"], "a") as file:
+            file.write(json.dumps(kwargs["standard_logging_object"], default=str) + chr(10))
+log = Log()
+''')
+model = {"model": "openai/dummy", "api_base": url + "/v1", "api_key": "none"}
+settings = {"callbacks": "litellm_log.log", "cache": True, "cache_params": {"type": "local"}}
+config = {"model_list": [{"model_name": "dummy", "litellm_params": model}], "litellm_settings": settings}
+(work / "litellm.yaml").write_text(json.dumps(config))
+words = ["--config", "litellm.yaml", "--host", "127.0.0.1", "--port", str(port)]
+proxy = subprocess.Popen([str(Path(sys.executable).parent / "litellm"), *words], cwd=work,
+                         env={**os.environ, "LOG": log, "LITELLM_MASTER_KEY": key})
+def post(path, body):
+    headers = {"content-type": "application/json", "authorization": "Bearer " + key}
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+try:
+    for _ in range(240):
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health/liveliness", timeout=5)
+            break
+        except (OSError, urllib.error.URLError):
+            time.sleep(0.5)
+    for place in range(count):
         ask = [{"role": "user", "content": f"What is {place // 2} + 1?"}]
-        await litellm.acompletion(model="openai/dummy", api_base=sys.argv[1] + "/v1", api_key="none", messages=ask,
-                                  max_tokens=8, caching=True, extra_body={"ignore_eos": True})
-        await asyncio.sleep(0.1)
-    await asyncio.sleep(1)
-asyncio.run(main())
+        post("/v1/chat/completions", {"model": "dummy", "messages": ask, "max_tokens": 8, "ignore_eos": True})
+        time.sleep(0.1)
+    post("/v1/embeddings", {"model": "dummy", "input": "hello"})
+    time.sleep(2)
+finally:
+    proxy.terminate()
+    proxy.wait(30)
 """
-"""Requests through LiteLLM, each twice, of which its own cache answers the second; its log of them is a file."""
+"""Requests through LiteLLM's proxy, each twice, of which its cache answers the second, and an embedding; its log."""
 
 SDK = """
 import sys
