@@ -294,7 +294,8 @@ def test_a_pool_of_mixed_workers_is_replicas(
     """A fleet without handoffs is the replay of as many replicas, to the byte."""
     if "groups" in memory:
         case.profile = "default"
-    if finds_nothing and "offload" not in memory and queue.get("router") not in ("prefix", "dynamo-kv"):
+    can_find = "offload" in memory or "mamba_cache_mode" in memory or queue.get("router") in ("prefix", "dynamo-kv")
+    if finds_nothing and not can_find:
         case.profile, memory = "default", {**memory, "no_prefix_caching": True}
     retries = 0 if timeout_s is None else retries
     config = case.config(
