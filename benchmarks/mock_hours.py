@@ -5,7 +5,8 @@
 Starts `kvarts mock --speedup N` with host memory, KV events and durable sessions, and keeps `--clients` busy until the
 engine's clock has gone `--hours`, which takes hours / N of wall time: chats, streams, streams that the client drops,
 turns of sessions that are never closed, requests that are refused, and a look at /metrics, with a pause after each.
-Prompts are new but for a shared beginning. Prints one JSON object: what was answered, and a row per tenth of the time.
+Prompts share a prefix, and the rest of each is new. Prints one JSON object: counts of answers, and a row per tenth of
+the time.
 """
 
 from __future__ import annotations

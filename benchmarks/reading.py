@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import scaling
+from fleet_cost import write_repeated
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -31,9 +31,9 @@ def timed(name, call):
     return result
 """
 READ = """
-from kvarts.sim.traffic.info import working_set_pages
+from kvarts.sim.traffic.info import distinct_pages
 trace = timed("read", lambda: load_trace(sys.argv[1]))
-timed("working set", lambda: working_set_pages(trace, 512))
+timed("working set", lambda: distinct_pages(trace, 512))
 """
 REPLAY = """
 from kvarts import ReplayConfig, replay
@@ -57,8 +57,7 @@ def main() -> None:
     sources["now"] = ROOT / "src"
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        scaling.NUM_REQUESTS = args.requests
-        trace = scaling.write_million(args.trace, Path(folder) / "long.jsonl")
+        trace = write_repeated(args.trace, Path(folder) / "long.jsonl", args.requests)
         for _ in range(args.rounds):
             for script in (READ, REPLAY) if args.replay else (READ,):
                 for name, source in sources.items():

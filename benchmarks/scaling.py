@@ -1,6 +1,6 @@
-"""How the time of a replay grows: with smaller pages, longer outputs, per-request rows, and a million requests.
+"""How the time of a replay grows: with smaller pages, longer outputs, and per-request rows.
 
-    python benchmarks/scaling.py TRACE [--million]
+    python benchmarks/scaling.py TRACE
 
 TRACE: Mooncake's conversation_trace.jsonl. Whole processes; medians of runs in turns.
 """
@@ -16,7 +16,6 @@ from pathlib import Path
 from processes import Cost, kvarts_command, median_of, run
 
 POOL_TOKENS = 16_384 * 512
-NUM_REQUESTS = 1_000_000
 
 
 def replay(trace: Path, page_size: int, *more: object) -> list[str]:
@@ -39,25 +38,6 @@ def ten_times_longer(row: dict[str, object]) -> None:
     row["output_length"] = 10 * length
 
 
-def write_million(trace: Path, out: Path) -> Path:
-    """The trace again and again, each time later and with hash ids of its own."""
-    rows = [json.loads(line) for line in trace.read_text().splitlines()]
-    span_ms = rows[-1]["timestamp"] + 1000
-    num_ids = max(max(row["hash_ids"]) for row in rows) + 1
-    left = NUM_REQUESTS
-    with out.open("w") as file:
-        for turn in range(-(-NUM_REQUESTS // len(rows))):
-            for row in rows[:left]:
-                again = {
-                    **row,
-                    "timestamp": row["timestamp"] + turn * span_ms,
-                    "hash_ids": [block + turn * num_ids for block in row["hash_ids"]],
-                }
-                file.write(json.dumps(again) + "\n")
-            left -= len(rows)
-    return out
-
-
 def timed(commands: dict[str, list[str]], num_runs: int) -> dict[str, Cost]:
     costs: dict[str, list[Cost]] = {name: [] for name in commands}
     for _ in range(num_runs):
@@ -70,7 +50,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--million", action="store_true", help="replay a million requests as well")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -92,9 +71,6 @@ def main() -> None:
         print(f"slowest page size over fastest: {max(by_page) / min(by_page):.2f} (target 1.5)")
         print(f"outputs times ten over plain: {costs['outputs times ten'].seconds / base:.2f} (target 2)")
         print(f"--requests over plain: {costs['with --requests'].seconds / base:.2f} (target 1.5)")
-        if args.million:
-            cost = run(replay(write_million(args.trace, folder / "million.jsonl"), 16))
-            print(f"a million requests: {cost.seconds:.1f} s (target 60), {cost.mebibytes:.0f} MiB (target 2048)")
 
 
 if __name__ == "__main__":

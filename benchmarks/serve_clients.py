@@ -6,11 +6,13 @@
     python benchmarks/serve_clients.py evalscope-perf-chat --bin /venvs/evalscope/bin --work /tmp/clients
     python benchmarks/serve_clients.py inference-perf-chat --bin /venvs/inference-perf/bin --work /tmp/clients
     python benchmarks/serve_clients.py vllm-bench --bin /venvs/vllm/bin --work /tmp/clients
+    python benchmarks/serve_clients.py openai-3 --bin /venvs/openai/bin --work /tmp/clients --vllm /venvs/vllm/bin/vllm
 
 `--bin`: the folder of the environment in which the client is installed; it needs nothing of kvarts, and kvarts nothing
-of it. A tokenizer is trained once in `--work`, without a download (needs `tokenizers`, here), in the layout of a hub's
-cache. Prints JSON: the client's exit code, how long it took, the last lines that it wrote, what the server counted, and
-what `kvarts.load_trace` reads of the results that the client exported: requests, tokens of prompts and of answers.
+of it. `--vllm` puts the mock behind vLLM's own front end, of this script. A tokenizer is trained once in `--work`,
+without a download (needs `tokenizers`, here), in the layout of a hub's cache. Prints JSON: the client's exit code, how
+long it took, the last lines that it wrote, what the server counted, and what `kvarts.load_trace` reads of the results
+that the client exported: requests, tokens of prompts and of answers.
 """
 
 from __future__ import annotations
@@ -21,12 +23,16 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from front_end import Started
 from http_tap import Tap
 
 REVISION = "0" * 40
@@ -60,7 +66,11 @@ def tokenizer(work: Path) -> Path:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    facts = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2,
+             "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+             "vocab_size": trained.get_vocab_size(), "max_position_embeddings": 16_384, "torch_dtype": "bfloat16",
+             "eos_token_id": trained.token_to_id("<end>")}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(facts))
     refs = folder.parents[1] / "refs"
     refs.mkdir()
     (refs / "main").write_text(REVISION)
@@ -143,7 +153,7 @@ def post(path, body):
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
 try:
-    for _ in range(240):
+    for _ in range(1200):
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health/liveliness", timeout=5)
             break
@@ -153,13 +163,14 @@ try:
         ask = [{"role": "user", "content": f"What is {place // 2} + 1?"}]
         post("/v1/chat/completions", {"model": "dummy", "messages": ask, "max_tokens": 8, "ignore_eos": True})
         time.sleep(0.1)
-    post("/v1/embeddings", {"model": "dummy", "input": "hello"})
+    if "embeddings" in sys.argv:
+        post("/v1/embeddings", {"model": "dummy", "input": "hello"})
     time.sleep(2)
 finally:
     proxy.terminate()
     proxy.wait(30)
 """
-"""Requests through LiteLLM's proxy, each twice, of which its cache answers the second, and an embedding; its log."""
+"""Sends each request twice through LiteLLM's proxy, whose cache answers the second, and perhaps an embedding."""
 
 SDK = """
 import sys
@@ -181,7 +192,7 @@ print("fine", text)
 """
 
 
-def command(what: str, url: str, folder: Path, work: Path, requests: int) -> list[str]:
+def command(what: str, url: str, folder: Path, work: Path, requests: int, *, has_embeddings: bool) -> list[str]:
     """The command line of a client, without its folder."""
     out = str(work / f"out-{what}")
     if what.startswith("aiperf"):
@@ -198,7 +209,7 @@ def command(what: str, url: str, folder: Path, work: Path, requests: int) -> lis
         return ["python", "-c", SDK, url, str(max(1, requests // 4))]
     if what == "litellm":
         Path(f"{out}.jsonl").unlink(missing_ok=True)
-        return ["python", "-c", LITELLM, url, f"{out}.jsonl", str(requests)]
+        return ["python", "-c", LITELLM, url, f"{out}.jsonl", str(requests), *(["embeddings"] * has_embeddings)]
     if what == "guidellm":
         return (
             f"guidellm run --backend kind=openai_http,target={url},model=dummy --profile kind=concurrent,streams=8 "
@@ -266,6 +277,31 @@ def counters(url: str) -> dict[str, float]:
     }
 
 
+@contextmanager
+def served(vllm: str | None, folder: Path) -> Iterator[str]:
+    """Yield the address of a mock, behind the front end of the script `vllm` if there is one."""
+    settings = ["--served-model-name", "dummy", "--cost", "linear:step_ms=5"]
+    if vllm is not None:
+        arguments = ["--max-model-len", "16384", "--enable-prompt-tokens-details"]
+        with (
+            tempfile.TemporaryDirectory() as own,
+            Started(vllm, str(folder), Path(own), [*settings, "--pages", "8192"], arguments) as front,
+        ):
+            front.wait_until_up()
+            yield front.url
+        return
+    words = [sys.executable, "-m", "kvarts", "mock", "--port", "0", *settings]
+    server = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        found = re.search(r"http://[\d.:]+\d", server.stderr.readline())
+        assert found is not None
+        yield found[0]
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [
@@ -289,22 +325,18 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--save", type=Path, help="keep the first request of each kind, byte by byte, in this folder")
+    parser.add_argument("--vllm", help="a script of vLLM, whose front end is put before the mock")
     parser.add_argument("--timeout", type=float, default=300.0)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     folder = tokenizer(arguments.work)
-    serve = [sys.executable, "-m", "kvarts", "mock", "--port", "0", "--served-model-name", "dummy"]
-    server = subprocess.Popen([*serve, "--cost", "linear:step_ms=5"], stderr=subprocess.PIPE, text=True)
-    try:
-        assert server.stderr is not None
-        found = re.search(r"http://[\d.:]+\d", server.stderr.readline())
-        assert found is not None
-        url = found[0]
+    with served(arguments.vllm, folder) as url:
         front = url
         if arguments.save is not None:
             arguments.save.mkdir(parents=True, exist_ok=True)
             front = Tap(url, arguments.save, arguments.client).url
-        words = command(arguments.client, front, folder, arguments.work, arguments.requests)
+        words = command(arguments.client, front, folder, arguments.work, arguments.requests,
+                        has_embeddings=arguments.vllm is None)  # fmt: skip
         environment = {**os.environ, "HF_HOME": str(arguments.work / "hf"), "HF_HUB_OFFLINE": "1"}
         environment.pop("PYTHONPATH", None)
         began = time.monotonic()
@@ -328,9 +360,6 @@ def main() -> None:
         }
         print(json.dumps(result, indent=1))
         sys.exit(done.returncode)
-    finally:
-        server.terminate()
-        server.wait(30)
 
 
 if __name__ == "__main__":

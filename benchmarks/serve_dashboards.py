@@ -2,10 +2,14 @@
 
     python benchmarks/serve_dashboards.py --prometheus /usr/bin/prometheus vllm/examples/observability
 
+    python benchmarks/serve_dashboards.py --prometheus /usr/bin/prometheus vllm/examples/observability \
+        --vllm /venvs/vllm/bin/vllm --model DIR
+
 The argument is the folder with vLLM's dashboards for Grafana (.json) and Perses (.yaml). A mock answers chats for
-`--seconds`, of which some wait and some are preempted; Prometheus scrapes it once a second. Variables of the dashboards
-are replaced by the values that a person would choose. Prints one JSON object: the queries of each file, how many of
-them answer with a number, and those that do not; and what `promtool check metrics` says, if it is next to Prometheus.
+`--seconds`, of which some wait and some are preempted; with `--vllm`, behind vLLM's own front end. Prometheus scrapes
+it once a second. Variables of the dashboards are replaced by the values that a person would choose. Prints one JSON
+object: the queries of each file, how many of them answer with a number, and those that do not; and what `promtool check
+metrics` says, if it is next to Prometheus.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from typing import Any
 
 import yaml
 
+from front_end import Started
 from serve_router import free_port, is_up, stop
 
 MODEL = "mock"
@@ -48,18 +53,24 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("dashboards", type=Path)
     parser.add_argument("--prometheus", type=Path, required=True)
+    parser.add_argument("--vllm", help="a script of vLLM, whose front end is put before the mock")
+    parser.add_argument("--model", help="with --vllm: a directory with config.json and tokenizer.json")
     parser.add_argument("--seconds", type=float, default=45.0)
     options = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        command = [
-            sys.executable, "-m", "kvarts", "mock", "--port", "0", "--served-model-name", MODEL, "--pages", "120",
-            "--max-seqs", "8", "--cost", "linear:step_ms=10",
-        ]  # fmt: skip
-        mock = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        stack.callback(stop, mock)
-        assert mock.stderr is not None
-        url = next(found[0] for line in mock.stderr if (found := re.search(r"http://[\d.:]+", line)))
+        settings = ["--served-model-name", MODEL, "--pages", "120", "--max-seqs", "8", "--cost", "linear:step_ms=10"]
+        if options.vllm is None:
+            words = [sys.executable, "-m", "kvarts", "mock", "--port", "0", *settings]
+            mock = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+            stack.callback(stop, mock)
+            assert mock.stderr is not None
+            url = next(found[0] for line in mock.stderr if (found := re.search(r"http://[\d.:]+", line)))
+        else:
+            arguments = ["--max-model-len", "1920"]
+            front = stack.enter_context(Started(options.vllm, options.model, folder, settings, arguments))
+            front.wait_until_up()
+            url = front.url
         (folder / "prometheus.yml").write_text(
             f"""global: {{scrape_interval: 1s}}
 scrape_configs: [{{job_name: vllm, static_configs: [{{targets: ["{url.removeprefix("http://")}"]}}]}}]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvarts import ReplayConfig, Trace, load_mooncake, replay
+from kvarts import ReplayConfig, Trace, replay
 from kvarts.proof.record.timeline import Timeline, timelines_of
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.driver import Driver
@@ -27,6 +27,7 @@ from kvarts.sim.replay import open_replica
 from kvarts.sim.report.requests import RequestLog
 from kvarts.sim.report.steps import StepLog
 from kvarts.sim.router import RoundRobin
+from kvarts.sim.traffic.mooncake import load_mooncake
 from kvarts.sim.traffic.source import OpenLoop
 from processes import Cost, kvarts_command, median_of, run
 

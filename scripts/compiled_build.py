@@ -1,24 +1,25 @@
-"""Show that the compiled build is kvarts as well: build it, run the laws on it, and compare its bytes.
+"""Show that the compiled wheel is kvarts as well: build and install it, run the laws on it, and compare its bytes.
 
     python scripts/compiled_build.py [--keep DIR | --built DIR] [--no-tests] [--no-bytes] [TEST ...]
 
-The wheel is built from this checkout with KVARTS_COMPILE=1, and unpacked to a temporary folder, which then stands in
-for the sources. Tests (TESTS unless given) import kvarts from there: it is checked that every module on the list in
-pyproject.toml is a library. Then `same_bytes.py` compares reports, requests, timelines and journals with those of the
-sources. Prints what the wheels of both builds took and how large they are. Exits with 1 if anything fails, and with 0
-and a message if there is no C compiler.
+Both wheels are built from the source distribution of this checkout: one where no compiler can be found, which must be
+pure, and one compiled. pip installs the compiled one into `src` in a temporary folder, or in DIR, which keeps the wheel
+as well; the installed command must pass the test command of `[tool.cibuildwheel]`. Tests (TESTS unless given) import
+kvarts from there: it is checked that every module on the list in pyproject.toml is a library. Then `same_bytes.py`
+compares reports, requests, timelines and journals with those of the sources. Prints what the wheels took and how large
+they are. Exits with 1 if anything fails, and with 0 and a message if there is no C compiler.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
-import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,22 +51,41 @@ CASES = (
 """What is compared: the part of the names of cases."""
 
 
-def modules() -> list[str]:
-    """Return the modules that are compiled."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    found: list[str] = project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["custom"]["modules"]
-    return found
+def build_sdist(folder: Path) -> Path:
+    """Build the source distribution into `folder`, and return it."""
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    [source] = folder.glob("*.tar.gz")
+    return source
 
 
-def build_wheel(folder: Path, *, compiles: bool) -> Path:
-    """Build the wheel into `folder`, say what it took, and return it."""
+def build_wheel(source: Path, folder: Path, variables: dict[str, str]) -> Path:
+    """Build the wheel of a source distribution into `folder`, say what it took, and return it."""
     start = time.perf_counter()
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
-    subprocess.run(command, env={**os.environ, "KVARTS_COMPILE": "1" if compiles else "0"}, check=True)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(folder), str(source)]
+    subprocess.run(command, env={**os.environ, "KVARTS_COMPILE": "1", **variables}, check=True)
     [wheel] = folder.glob("*.whl")
     seconds = time.perf_counter() - start
     print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.2f} MB, built in {seconds:.0f} s", flush=True)
     return wheel
+
+
+def is_pure(wheel: Path) -> bool:
+    """Return whether a wheel has no libraries, by its name."""
+    return wheel.name.endswith("-none-any.whl")
+
+
+def install(wheel: Path, build: Path) -> None:
+    """Install a compiled wheel into `src` in `build`, keep it there, and run its test command."""
+    source = build / "src"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(source), str(wheel)]
+    subprocess.run(command, check=True)
+    shutil.copy(wheel, build)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    path = f"{source.resolve() / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    variables = {**os.environ, "PYTHONPATH": str(source.resolve()), "PATH": path}
+    test_command = project["tool"]["cibuildwheel"]["test-command"]
+    subprocess.run(["bash", "-ec", test_command], cwd=build, env=variables, check=True, stdout=subprocess.DEVNULL)
 
 
 def environment(source: Path) -> dict[str, str]:
@@ -87,11 +107,13 @@ def compare_bytes(build: Path) -> bool:
 
 
 def build_both(folder: Path, build: Path) -> None:
-    """Build both wheels into `folder`, and unpack the compiled one to `build`, if there is a C compiler."""
-    build_wheel(folder / "interpreted", compiles=False)
-    wheel = build_wheel(folder / "compiled", compiles=True)
-    if not wheel.name.endswith("-none-any.whl"):
-        zipfile.ZipFile(wheel).extractall(build / "src")
+    """Build both wheels in `folder`, and install the compiled one in `build`, if there is a C compiler."""
+    source = build_sdist(folder)
+    wheel = build_wheel(source, folder / "interpreted", {"CC": str(folder / "no-compiler")})
+    assert is_pure(wheel), f"{wheel.name} was built without a compiler"
+    wheel = build_wheel(source, folder / "compiled", {})
+    if not is_pure(wheel):
+        install(wheel, build)
 
 
 def main() -> int:

@@ -15,8 +15,9 @@ import inspect
 import posixpath
 import re
 import shutil
+import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -43,33 +44,42 @@ ROOT_PAGES = {
 
 PYTHON = {
     "Replays and reports": (
-        *("replay", "ReplayConfig", "Slo", "EngineConfig", "Report", "ModelShare", "SharingConfig", "SharedReport"),
-        *("OffloadConfig", "TierConfig", "Routing", "Needs", "LinearCost", "PolynomialCost", "RooflineCost"),
+        *("replay", "ReplayConfig", "Slo", "Report", "LinearCost", "OffloadConfig", "FleetConfig", "PoolConfig"),
+        *("SharingConfig", "ModelShare"),
     ),
-    "Traffic": ("load_trace", "load_mooncake", "trace_info", "Trace", "TraceInfo", "TraceRequest", "Workload"),
-    "Plans and calibrations": ("plan", "Plan", "sweep", "Sweep", "calibrate", "Calibration"),
-    "Evidence": (
-        *("JournalWriter", "LiveTimeline", "Timeline", "timelines_of", "Journal", "load_journal", "HitLedger"),
-        *("hit_ledger", "story_of_block", "story_of_request", "verify", "verify_file", "Verdict", "Auditor"),
-        *("AuditError", "Finding", "Ledger"),
-    ),
-    "Real models and mocks": ("LLM", "SamplingParams", "StructuredOutputs", "mock"),
-    "The page cache": ("PageCache", "PrefixTree", "LruOrder", "CountPool", "IdPool", "PageError", "Content"),
-    "Errors": ("KvartsError", "ConfigError", "InputError", "MissingFileError", "OutputError"),
+    "Traffic": ("load_trace", "trace_info", "Trace", "TraceRequest", "Workload"),
+    "Plans and calibrations": ("plan", "sweep", "calibrate"),
+    "Real models and mocks": ("LLM", "SamplingParams", "StructuredOutputs", "mock", "verify"),
+    "Errors": ("KvartsError", "ConfigError"),
 }
 """The public names, by the title of their page."""
 
+MODULES = ("policies", "evidence", "testing")
+"""Public modules with further names."""
+
 PARTS: dict[str, list[str]] = {
-    "Start": ["start.md", "first-ten-minutes.md", "guide-notebook.md", "when-not.md"],
+    "Start": [
+        "start.md",
+        "first-ten-minutes.md",
+        "transcript-log-to-gpus.md",
+        "transcript-small-model.md",
+        "guide-notebook.md",
+        "when-not.md",
+    ],
     "How do I": [
         "how-log-to-plan.md",
         "how-much-memory.md",
         "how-host-memory.md",
+        "how-vllm-or-sglang.md",
         "how-prefill-decode.md",
         "how-mock-in-ci.md",
+        "how-router-test.md",
+        "how-which-mock.md",
         "how-hit-ratio.md",
         "how-own-policy.md",
+        "how-own-order.md",
         "how-own-calibration.md",
+        "how-compiled-wheels.md",
     ],
     "Guides": [
         "guide-replay.md",
@@ -106,6 +116,7 @@ PARTS: dict[str, list[str]] = {
         "how-it-is-built.md",
         "walks.md",
         "equal-to-vllm.md",
+        "equal-to-sglang.md",
         "accuracy.md",
         "accuracy-league.md",
         "performance.md",
@@ -132,9 +143,33 @@ def main() -> int:
 
     staged = ROOT / "build" / "docs"
     stage(staged)
+    # In a separate process: Sphinx must be the first to import the modules, with the names that are for types only.
+    subprocess.run([sys.executable, ROOT / "scripts" / "docs_pictures.py", staged / "assets"], check=True)
     options = ["-q", "-W", "--keep-going", "-b", "html", "-c", str(ROOT / "docs")]
-    code: int = build([*options, str(staged), str(ROOT / "build" / "site")])
+    site = ROOT / "build" / "site"
+    code: int = build([*options, str(staged), str(site)])
+    pages = {name: (staged / name).read_text() for names in PARTS.values() for name in names}
+    _write(site / "llms.txt", llms_text(pages))
     return code
+
+
+def llms_text(pages: Mapping[str, str]) -> str:
+    """Return llms.txt: the parts of the table of contents, each page with its title and first sentence.
+
+    `pages`: their texts, by name. The form is that of llmstxt.org.
+    """
+    lines = ["# kvarts", "", "> A KV-cache engine for LLM serving: replays, plans, mocks and real models.", ""]
+    for part, names in PARTS.items():
+        lines += [f"## {part}", ""]
+        for name in names:
+            title = re.search(r"^# (.+)$", pages[name], re.MULTILINE)
+            paragraph = re.search(r"^# .+\n+((?:[^\n#`|<-].*\n?)*)", pages[name], re.MULTILINE)
+            said = LINK.sub(r"\1", " ".join(paragraph[1].split()) if paragraph else "")
+            first = re.split(r"(?<=[.?!:]) ", said, maxsplit=1)[0].rstrip(":")
+            link = f"- [{title[1] if title else name}]({name.removesuffix('.md')}.html)"
+            lines.append(f"{link}: {first}" if first else link)
+        lines.append("")
+    return "\n".join(lines)
 
 
 def stage(folder: Path) -> None:
@@ -197,9 +232,14 @@ def generated_pages() -> Iterator[tuple[str, str]]:
     for name in _commands():
         yield f"commands/{name}.md", command_page(name)
     _check_names()
-    yield "python/index.md", PYTHON_INDEX + _toctree(f"{_slug(title)}.md" for title in PYTHON)
+    yield (
+        "python/index.md",
+        PYTHON_INDEX + _toctree([*(f"{_slug(title)}.md" for title in PYTHON), *(f"{name}.md" for name in MODULES)]),
+    )
     for title, names in PYTHON.items():
         yield f"python/{_slug(title)}.md", python_page(title, names)
+    for module in MODULES:
+        yield f"python/{module}.md", module_page(module)
     yield "metrics.md", metrics_page(METRICS.read_text())
     yield "events.md", EVENTS
     yield "decisions/index.md", decisions_page()
@@ -311,9 +351,23 @@ def python_page(title: str, names: tuple[str, ...]) -> str:
     return "\n".join([*parts, "```", ""])
 
 
+def module_page(name: str) -> str:
+    """Return the page of a public module."""
+    module = import_module(f"kvarts.{name}")
+    summary = (module.__doc__ or "").partition("\n")[0]
+    parts = [f"# kvarts.{name}", "", summary, "", "```{eval-rst}"]
+    for each in module.__all__:
+        value = getattr(module, each)
+        if hasattr(value, "__qualname__"):
+            kind = "autoclass" if isinstance(value, type) else "autofunction"
+            parts += [f".. {kind}:: {value.__module__}.{value.__qualname__}", ""]
+    return "\n".join([*parts, "```", ""])
+
+
 PYTHON_INDEX = """# Python
 
-All names are imported from `kvarts`, on first use. Their types and docstrings are the source of these pages.
+Names are imported from `kvarts`, on first use, or from one of three modules: `kvarts.policies`, `kvarts.evidence` and
+`kvarts.testing`. Their types and docstrings are the source of these pages.
 
 """
 

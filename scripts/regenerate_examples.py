@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-IN_ORDER = {"first-ten-minutes.md"}
+IN_ORDER = {"first-ten-minutes.md", "transcript-log-to-gpus.md"}
 """Pages of which all examples run in one folder, `python` blocks too; `...` alone stands for what was not seen yet."""
 CONSOLE = re.compile(r"(?<=^```console\n)(.*?)(?=^```$)", re.MULTILINE | re.DOTALL)
 PYTHON = re.compile(r"(?<=^```python\n)(.*?)(?=^```$)", re.MULTILINE | re.DOTALL)
@@ -28,10 +28,13 @@ PYTHON = re.compile(r"(?<=^```python\n)(.*?)(?=^```$)", re.MULTILINE | re.DOTALL
 def prepare(folder: Path) -> None:
     """Put the files there that examples name and that are not bundled."""
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+    from builders.chat_logs import write_chat_logs
     from builders.claude_sessions import write_claude_sessions
     from builders.files_of_pages import write_files_of_pages
 
+    (folder / "prompts.jsonl").write_text('{"prompt": "once upon a time"}\n{"prompt": "once upon a hill"}\n')
     write_claude_sessions(folder / ".claude" / "projects")
+    write_chat_logs(folder / "logs")
     write_files_of_pages(folder)
 
 
@@ -46,9 +49,12 @@ def printed(line: str, folder: Path) -> str:
     return done.stdout
 
 
-def renewed(expected: str, output: str) -> str:
-    """Return `expected` with the lines of `output` that are most like its own; `...` stays where it is."""
-    if "..." not in expected or expected == "...\n":
+def renewed(expected: str, output: str, *, is_new: bool) -> str:
+    """Return `expected` with the lines of `output` that are most like its own; `...` stays where it is.
+
+    `is_new`: `...` alone is an output that nobody has seen yet, and takes all of it.
+    """
+    if "..." not in expected or (is_new and expected == "...\n"):
         return output if not expected.endswith("\n\n") else output + "\n"
     lines = output.splitlines()
     kept, start = [], 0
@@ -90,7 +96,7 @@ def regenerate(page: Path) -> None:
                     more, expected = expected.split("\n", 1)
                     head = f"{head}\n{more}"
                 line = head.replace("\\\n", " ")
-                out += f"$ {head}\n" + renewed(expected, printed(line, folder))
+                out += f"$ {head}\n" + renewed(expected, printed(line, folder), is_new=page.name in IN_ORDER)
             return out
 
         page.write_text(CONSOLE.sub(of_block, page.read_text()))

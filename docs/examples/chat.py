@@ -1,16 +1,17 @@
 """A chat in the terminal: each line of standard input is a turn, answers go to standard output, figures to the other.
 
-python chat.py                          # with a mock in this process
-python chat.py http://127.0.0.1:8000    # with a server of OpenAI's API, and the key $OPENAI_API_KEY
-python chat.py 127.0.0.1:50051 [DIR]    # with a session over gRPC; DIR: a model, for its tokenizer and chat template
+python chat.py                                    # with a mock in this process
+python chat.py http://127.0.0.1:8000              # with a server of OpenAI's API, and the key $OPENAI_API_KEY
+python chat.py 127.0.0.1:50051 --model smollm2    # with a session over gRPC, and the tokenizer of its model
 """
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import Any
@@ -19,7 +20,6 @@ from kvarts.base.terminal import plain
 from kvarts.doors.client import Session, Sessions
 from kvarts.run.sessions.values import Done, StopReason, Token
 
-MAX_TOKENS = 256
 ANSWER = "kvarts-answer-5d41402a"
 """Placeholder for an answer, to find the text that a chat template renders after one."""
 
@@ -29,7 +29,7 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def chat_with_server(url: str, lines: Iterable[str]) -> None:
+def chat_with_server(url: str, lines: Iterable[str], *, temperature: float, max_tokens: int) -> None:
     """Send the whole conversation with each line, and stream the answer of the server's first model."""
     from openai import OpenAI
 
@@ -41,7 +41,7 @@ def chat_with_server(url: str, lines: Iterable[str]) -> None:
             texts: list[str] = []
             start_s, first_s, usage, reason = perf_counter(), None, None, None
             for chunk in client.chat.completions.create(
-                model=model, messages=messages, max_tokens=MAX_TOKENS, stream=True,
+                model=model, messages=messages, temperature=temperature, max_tokens=max_tokens, stream=True,
                 stream_options={"include_usage": True},
             ):  # fmt: skip
                 usage = chunk.usage or usage
@@ -81,16 +81,16 @@ class ByteText:
 
 
 class ModelText(ByteText):
-    """The tokenizer in a model's directory, and its chat template.
+    """The tokenizer of a model that kvarts reads, and its chat template.
 
     A template renders a whole conversation, but a session needs only what a turn adds: the text after a placeholder for
     the answer, without the end-of-turn token if the model has generated it.
     """
 
     def __init__(self, directory: str) -> None:
-        from transformers import AutoTokenizer
+        from kvarts.run.torch.loading import load_tokenizer
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        self._tokenizer: Any = load_tokenizer(directory)
         eos = self._tokenizer.eos_token_id
         self.eos_ids = () if eos is None else (eos,)
 
@@ -98,13 +98,13 @@ class ModelText(ByteText):
         """Return the tokens that a turn adds."""
         tokenizer, message = self._tokenizer, {"role": "user", "content": line}
         if not tokenizer.chat_template:
-            return list(tokenizer.encode(f"{line}\n", add_special_tokens=is_first))
+            return list(tokenizer(f"{line}\n", add_special_tokens=is_first)["input_ids"])
         before = [] if is_first else [message, {"role": "assistant", "content": ANSWER}]
         text = tokenizer.apply_chat_template([*before, message], tokenize=False, add_generation_prompt=True)
         added = text if is_first else text.partition(ANSWER)[2]
         if end is not None:
             added = added.removeprefix(tokenizer.decode([end]))
-        return list(tokenizer.encode(added, add_special_tokens=False))
+        return list(tokenizer(added, add_special_tokens=False)["input_ids"])
 
     def writer(self) -> Callable[[int], str]:
         """Return an incremental decoder."""
@@ -114,13 +114,15 @@ class ModelText(ByteText):
         return lambda token: stream.step(backend, token) or ""
 
 
-def chat_in_session(session: Session, text: ByteText, lines: Iterable[str]) -> None:
+def chat_in_session(
+    session: Session, text: ByteText, lines: Iterable[str], *, temperature: float, max_tokens: int
+) -> None:
     """Append each line to the session, which has the conversation so far, and stream the answer."""
     end: int | None = None
     for number, line in enumerate(lines):
         session.append(text.tokens(line, is_first=not number, end=end))
         write, last, start_s, num_tokens = text.writer(), None, perf_counter(), 0
-        for update in session.generate(MAX_TOKENS):
+        for update in session.generate(max_tokens, temperature=temperature):
             match update:
                 case Token(token_id):
                     last, num_tokens = token_id, num_tokens + 1
@@ -142,18 +144,27 @@ def mock() -> Iterator[str]:
         yield server.url
 
 
-def main(address: str = "", directory: str = "") -> None:
-    """Chat with the server at `address`, or else with a mock."""
+def main(arguments: Sequence[str]) -> None:
+    """Chat with the server at the address, or with a mock if none is given."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("address", nargs="?", default="")
+    parser.add_argument("--model", help="of a session: the directory or name of its model [tokens are bytes]")
+    parser.add_argument("--window", type=int, help="of a session: keep the KV of so many last tokens [all]")
+    parser.add_argument("--temperature", type=float, default=0.0, help="[%(default)s]")
+    parser.add_argument("--max-tokens", type=int, default=128, help="of an answer [%(default)s]")
+    args = parser.parse_args(arguments)
+    address: str = args.address
+    sampling = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     lines = (line for line in map(str.strip, sys.stdin) if line)
     with ExitStack() as stack:
         if address and not address.startswith(("http://", "https://")):
-            text = ModelText(directory) if directory else ByteText()
+            text = ModelText(args.model) if args.model else ByteText()
             sessions = stack.enter_context(Sessions(address))
-            session = stack.enter_context(sessions.create(label="chat", eos_token_ids=text.eos_ids))
-            chat_in_session(session, text, lines)
+            session = stack.enter_context(sessions.create(label="chat", window=args.window, eos_token_ids=text.eos_ids))
+            chat_in_session(session, text, lines, **sampling)
         else:
-            chat_with_server(address.rstrip("/").removesuffix("/v1") or stack.enter_context(mock()), lines)
+            chat_with_server(address.rstrip("/").removesuffix("/v1") or stack.enter_context(mock()), lines, **sampling)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from kvarts.core.hints import Hints
 from kvarts.core.kv.eviction import BaseOrder, Run
-from kvarts.plan.orders import Rank, RankedOrder, RankedRuns, RunKey, TimedOrder, run_key
+from kvarts.sim.orders import Rank, RankedOrder, RankedRuns, RunKey, TimedOrder, run_key
 
 __all__ = [
     "LpcOrder",

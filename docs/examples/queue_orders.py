@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 from kvarts.core.kv.eviction import BaseOrder, Run
-from kvarts.plan.orders import RankedRuns, RunKey, run_key
+from kvarts.sim.orders import RankedRuns, RunKey, run_key
 
 __all__ = ["ArcOrder", "QueuesOrder", "S3FifoOrder", "TinyLfuOrder"]
 

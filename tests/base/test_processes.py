@@ -291,7 +291,7 @@ DATA = Path(str(files("kvarts") / "data"))
     "options",
     [
         pytest.param(
-            ("--slo-ttft-ms", "900", "--price", "host=1", "--slo-share", "0.9"),
+            ("--slo-ttft-ms", "900", "--slo-share", "0.9"),
             marks=pytest.mark.slow,
         ),
         ("policies", "--at", "300"),

@@ -65,6 +65,27 @@ def test_what_would_be_too_large_is_refused(text: str) -> None:
         Template(text).render(VALUES)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ 1 / 0 }}",
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
+        "{{ 'x' * 20000000 * 20000000 }}",
+        "{{ 9 ** 9 ** 9 }}",
+        "{{ [0] * 10**11 }}",
+        "{{ '%c' % 55555555555 }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ messages[7].content }}",
+        "{{ messages * 'x' }}",
+        "{{",
+    ],
+)
+def test_a_template_that_fails_is_a_mistake_of_its_author(text: str) -> None:
+    with pytest.raises(ConfigError):
+        Template(text).render(VALUES)
+
+
 def test_the_line_of_an_error_and_of_a_date() -> None:
     with pytest.raises(ConfigError) as error:
         Template("fine\n{% if %}")

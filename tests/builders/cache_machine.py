@@ -14,9 +14,9 @@ from kvarts.core.kv.eviction import EvictionOrder, LruOrder, PinnedPages
 from kvarts.core.kv.page_cache import PageCache
 from kvarts.core.kv.pool import CountPool, IdPool
 from kvarts.core.kv.tree import PrefixTree
+from kvarts.testing import hold_found
 
 from builders.pages import evicted_names, page_name
-from builders.table import hold_found
 from oracles.page_by_page import Name, OnePage, PageByPage
 
 __all__ = ["CacheMachine", "Holder", "Transfer"]

@@ -44,6 +44,7 @@ class Case:
     replicas: int
     long_prefill_token_threshold: int = 0
     watermark: float = 0.0
+    prefill_schedule_interval: int = 1
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -58,6 +59,7 @@ class Case:
             "replicas": self.replicas,
             "long_prefill_token_threshold": self.long_prefill_token_threshold,
             "watermark": self.watermark,
+            "prefill_schedule_interval": self.prefill_schedule_interval,
         }
         return ReplayConfig(**{**values, **changes})
 

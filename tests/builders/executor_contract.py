@@ -13,6 +13,8 @@ from kvarts.base.records import Value
 from kvarts.core.config import EngineConfig
 from kvarts.core.executor import Executor, VirtualExecutor
 from kvarts.core.sched.plan import Batch, StepPlan, StepResult
+from kvarts.cost.simulated import SimExecutor
+from kvarts.run.mock import MockExecutor
 
 from builders.fields import fields_of
 from builders.serving import Arrival, serve
@@ -105,6 +107,12 @@ class ExecutorContract:
             if result.tokens is not None:
                 assert len(result.tokens) == CONFIG.max_num_seqs
                 assert set(result.stopped_rows) <= set(sampling_rows(plan))
+
+    def test_a_plan_that_computes_nothing_takes_no_time(self) -> None:
+        """Its step preempts a request, or starts transfers."""
+        executor = self.make()
+        if isinstance(executor, SimExecutor | MockExecutor):
+            assert executor.execute(StepPlan(0, Batch((), 0, 0, CONFIG.pool_tokens))).duration_ns == 0
 
     def test_a_plan_is_left_as_it_is(self, heard: Listening) -> None:
         assert plain(heard.before) == plain(heard.after)

@@ -6,10 +6,10 @@ import builtins
 import errno
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -17,9 +17,11 @@ from kvarts.base import leftovers
 
 __all__ = ["ERRORS", "Disk", "without_inodes"]
 
+T = TypeVar("T")
+
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENAMETOOLONG)
 BY_PATH = ("open", "stat", "lstat", "listdir", "scandir", "mkdir", "rmdir", "unlink", "rename", "replace", "readlink")
-BY_NUMBER = ("write", "fchmod")
+BY_NUMBER = ("write", "fchmod", "fsync", "ftruncate", "close")
 
 
 class Disk:
@@ -63,17 +65,37 @@ class Disk:
         full = text if text.startswith("/") else f"{self._folder}/{text}"
         return full == self._folder or full.startswith(self._folder + "/")
 
-    def _count(self, name: str) -> None:
+    def each_fault(
+        self, errors: Sequence[int], make: Callable[[], Path], do: Callable[[Path], T]
+    ) -> Iterator[tuple[str, Path, T]]:
+        """Call `do` with a new path of `make` for each call of the file system in it, which fails, with each error.
+
+        Yield the name of the call that failed, the path, and the result of `do`.
+        """
+        path = make()
+        with self.failing(-1, 0):
+            do(path)
+        calls = tuple(self.calls)
+        for error in errors:
+            for place, name in enumerate(calls):
+                path = make()
+                with self.failing(place, error):
+                    result = do(path)
+                assert self.calls[place] == name, f"{name} at {place} was {self.calls[place : place + 1]}"
+                yield name, path, result
+
+    def _count(self, name: str, path: Any = None) -> None:
         place = len(self.calls)
         self.calls.append(name)
         if place == self.fail_at:
-            raise OSError(self.error, os.strerror(self.error))
+            raise OSError(self.error, os.strerror(self.error), *([] if path is None else [str(path)]))
 
     def _by_path(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def faulted(path: Any = ".", *rest: Any, **named: Any) -> Any:
-            if not self.is_on or isinstance(path, int) or not self._is_here(path):
+            is_relative = named.get("dir_fd") is not None  # as in shutil.rmtree
+            if not self.is_on or is_relative or isinstance(path, int) or not self._is_here(path):
                 return call(path, *rest, **named)
-            self._count(name)
+            self._count(name, path)
             result = call(path, *rest, **named)
             if name == "open":
                 self._numbers.add(result)
@@ -82,11 +104,17 @@ class Disk:
         return faulted
 
     def _by_number(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def faulted(number: int, value: Any) -> Any:
+        def faulted(number: int, *values: Any) -> Any:
             if not self.is_on or number not in self._numbers:
-                return call(number, value)
+                return call(number, *values)
+            if name == "close":  # it is closed, and what was written may be lost
+                self._numbers.discard(number)
+                call(number)
+                return self._count(name)
             self._count(name)
-            return call(number, bytes(value)[:7] if name == "write" and self.is_short else value)
+            if name == "write" and self.is_short:
+                return call(number, bytes(values[0])[:7])
+            return call(number, *values)
 
         return faulted
 
@@ -94,7 +122,7 @@ class Disk:
         def faulted(file: Any, mode: str = "r", *rest: Any, **named: Any) -> Any:
             if not self.is_on or isinstance(file, int) or not self._is_here(file):
                 return call(file, mode, *rest, **named)
-            self._count("open")
+            self._count("open", file)
             if mode != "rb":
                 return call(file, mode, *rest, **named)
             return io.BufferedReader(_Read(file, self._count))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvarts.core.config import StateMode
 from kvarts.core.event_log import EventReader
 from kvarts.core.kv.groups import PartGroup
-from kvarts.core.tiers.config import OffloadConfig
+from kvarts.core.tiers.config import OffloadConfig, OffloadPolicy
 from kvarts.cost.polynomial import LinearCost
 from kvarts.sim.replaying import replay
 from kvarts.sim.report.report import Report
@@ -74,6 +74,7 @@ def overlapping(draw: st.DrawFn, *, max_requests: int = 24, cancels: bool = Fals
     case = draw(returning(max_requests=max_requests, num_units=30))
     for row in case.rows if cancels else ():
         row.cancel_after_ms = draw(st.sampled_from([None, None, None, 20, 100]))
+    policy: OffloadPolicy = draw(st.sampled_from(["eager", "eager", "lazy", "exclusive"]))
     return Grouped(
         case,
         draw(part_groups()),
@@ -84,7 +85,7 @@ def overlapping(draw: st.DrawFn, *, max_requests: int = 24, cancels: bool = Fals
             disk_read=draw(st.sampled_from([500, 1000, 5000, 20_000])),
             disk_write=draw(st.sampled_from([10_000, 10**15])),
             disk_latency_us=draw(st.sampled_from([0.0, 5000.0])),
-            policy=draw(st.sampled_from(["eager", "eager", "lazy"])),
+            policy=policy,
             h2d=draw(st.sampled_from([500, 1000, 2000, 5000, 20_000])),
             d2h=draw(st.sampled_from([10_000, 10**15])),
             latency_us=draw(st.sampled_from([0.0, 0.0, 5000.0])),
@@ -114,6 +115,7 @@ def preempted(draw: st.DrawFn, *, max_requests: int = 8, cancels: bool = False) 
     longest = max(row.num_prompt_tokens + row.num_output_tokens for row in rows)
     num_pages = -(-longest // page_size) + draw(st.integers(1, 6))
     rates = st.sampled_from([1000, 100_000, 10**15])
+    policy: OffloadPolicy = draw(st.sampled_from(["eager", "lazy", "exclusive"]))
     return Grouped(
         Case(rows, 2, page_size, num_pages, draw(st.sampled_from([4, 16])), 4, "default", 1),
         draw(st.one_of(part_groups(), part_groups(), st.just(STATES))),
@@ -121,7 +123,7 @@ def preempted(draw: st.DrawFn, *, max_requests: int = 8, cancels: bool = False) 
         OffloadConfig(
             host_pages=draw(st.sampled_from([3, 10, 100, 500])),
             disk_pages=draw(st.sampled_from([None, None, 10, 200])),
-            policy=draw(st.sampled_from(["eager", "lazy"])),
+            policy=policy,
             h2d=draw(rates),
             d2h=draw(rates),
             disk_read=draw(rates),
@@ -141,13 +143,14 @@ def grouped(draw: st.DrawFn, *, max_requests: int = 24) -> Grouped:
     case.profile = "default"
     # A part takes from less than a step to many steps.
     rates = st.sampled_from([100, 1000, 3000, 10_000, 10**15])
+    policy: OffloadPolicy = draw(st.sampled_from(["eager", "lazy", "exclusive"]))
     return Grouped(
         case,
         draw(part_groups()),
         draw(st.sampled_from(["all", "tails"])),
         OffloadConfig(
             host_pages=draw(st.sampled_from([1, 3, 8, 30, 500, 500])),
-            policy=draw(st.sampled_from(["eager", "lazy"])),
+            policy=policy,
             target_free=draw(st.sampled_from([0, 1, 4, 20, None])),
             h2d=draw(rates),
             d2h=draw(rates),

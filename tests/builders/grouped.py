@@ -9,8 +9,17 @@ import msgspec
 from hypothesis import strategies as st
 
 from kvarts.core.config import StateMode
-from kvarts.core.content import Content
-from kvarts.core.events import Event, LeapDone, PagesStored, StepDone, StepEnded, StepStarted
+from kvarts.core.content import UNIT_BYTES, Content
+from kvarts.core.events import (
+    CopiesRemoved,
+    Event,
+    LeapDone,
+    PageEvent,
+    PagesRemoved,
+    StepDone,
+    StepEnded,
+    StepStarted,
+)
 from kvarts.core.kv.groups import STATE_SPAN, PartGroup
 from kvarts.core.kv.layers import KvKind, KvLayer
 from kvarts.sim.replaying import replay
@@ -118,9 +127,10 @@ class Told:
         return [(type(event), *[_plain(getattr(event, name)) for name in fields_of(event)]) for event in self.events]
 
     def happened(self) -> list[tuple[Any, ...]]:
-        """The events but those of steps, with their steps and times, as values that compare: contents by requests.
+        """The events but those of steps, with their steps and times, as values that compare.
 
-        Of a page before a stored one, only whether there is one: several contents may have it.
+        Those of pages are told page by page, each named by its tokens, if they are known, or else by its request: which
+        of several equal contents an event names, and where its run of pages ends, says nothing of what happened.
         """
         plain: list[tuple[Any, ...]] = []
         step, time_ns = -1, 0
@@ -129,13 +139,28 @@ class Told:
                 step, time_ns = event.step, event.start_ns
             elif isinstance(event, StepEnded):
                 step, time_ns = event.step, event.end_ns
-            elif isinstance(event, PagesStored):
+            elif isinstance(event, PageEvent):
                 fields = msgspec.structs.asdict(event)
-                before = fields.pop("parent") is None
-                plain.append((step, time_ns, PagesStored, before, *map(_plain, fields.values())))
+                content, start, end = (fields.pop(name) for name in ("content", "start_page", "end_page"))
+                fields.pop("parent", None)
+                pages = range(start, end)
+                if isinstance(event, PagesRemoved | CopiesRemoved):
+                    pages = pages[::-1]
+                plain += [
+                    (step, time_ns, type(event), _name(content, page), page, *map(_plain, fields.values()))
+                    for page in pages
+                ]
             elif not isinstance(event, StepDone | LeapDone):
                 plain.append((step, time_ns, type(event), *[_plain(getattr(event, name)) for name in fields_of(event)]))
         return plain
+
+
+def _name(content: Content, page: int) -> Any:
+    """The tokens up to the end of a page, as far as they are known, or the request of its content."""
+    if page >= content.num_known_pages:
+        return content.owner
+    num_units = -(-(page + 1) * content.page_size // content.unit_tokens)
+    return bytes(content.units[: num_units * UNIT_BYTES]), content.salt
 
 
 def _plain(value: Any) -> Any:

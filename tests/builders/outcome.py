@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import kvarts
 from kvarts.core.event_log import EventReader
 from kvarts.core.events import Event
+from kvarts.evidence import timelines_of
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.driver import Driver, Runner
 from kvarts.sim.replay import open_ranks, open_replica
@@ -61,4 +61,4 @@ def run_kvarts(case: Case, *, ranks: int = 1, **changes: Any) -> Outcome:
 
 def timelines_json(report: Report) -> list[bytes]:
     """The timelines of `report`."""
-    return [timeline.to_json() for timeline in kvarts.timelines_of(report)]
+    return [timeline.to_json() for timeline in timelines_of(report)]

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from kvarts.core.content import Content
+from kvarts.core.engine import Engine
 from kvarts.core.events import Arrived, Event, Finished
 from kvarts.core.sampling import SamplingParams
 from kvarts.doors.openai.opening import Opened, OwnReaders
 from kvarts.doors.openai.served import Ask
+from kvarts.run.engine_loop import EngineLoop
 from kvarts.run.llm_engine import LLMEngine
 from kvarts.sim.config import ReplayConfig
 
 from builders.fields import fields_of
 
-__all__ = ["Heard", "HeardBy", "Sent", "run_live", "shifted"]
+__all__ = ["Heard", "HeardBy", "Sent", "come_to_rest", "run_live", "shifted"]
 
 
 class Heard:
@@ -119,11 +121,17 @@ def run_live(opened: Opened, sent: Sequence[tuple[str | None, Sent]]) -> None:
 
     asyncio.run(all_of_them())
 
-    def rest(engine: LLMEngine) -> None:
-        while engine.has_work:  # stores under way
-            engine.step()
-        for served in opened.models:
-            served.host.core.emit()
-            served.host.core.scheduler.check()
+    come_to_rest(opened.served.host.loop, [served.host.core for served in opened.models])
 
-    opened.served.host.loop.call(rest)
+
+def come_to_rest(loop: EngineLoop, cores: Iterable[Engine]) -> None:
+    """Let the stores under way end, as a replay does, and check the books of the engines of `loop`."""
+
+    def rest(engine: LLMEngine) -> None:
+        while engine.has_work:
+            engine.step()
+        for core in cores:
+            core.emit()
+            core.scheduler.check()
+
+    loop.call(rest)

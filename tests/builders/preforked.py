@@ -47,7 +47,6 @@ IMPORTED = (
     "kvarts.run.sessions",
     "httptools",
     "prometheus_client",
-    "uvicorn.protocols.http.httptools_impl",
     "uvloop",
     "zmq.asyncio",
 )

@@ -18,7 +18,7 @@ from builders import preforked
 __all__ = ["MIB", "Process", "Waits", "kvarts_process", "python_process", "waits_of"]
 
 MIB = 1 << 20
-START_S = 60.0
+START_S = 180.0
 THIS_THREAD = Path("/proc/thread-self")
 
 

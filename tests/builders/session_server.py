@@ -42,7 +42,7 @@ Test = Callable[[FakeRuntime, Any], Awaitable[None]]
 @asynccontextmanager
 async def serving(runtime: FakeRuntime, binding: Binding | None = None, **settings: Any) -> AsyncIterator[str]:
     """Serve on the running loop; the address."""
-    server = SessionServer(runtime, binding or Binding(address=ANY_PORT), **settings)
+    server = SessionServer(runtime, binding or Binding(), **settings)
     try:
         yield await server.start()
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import kvarts
+from kvarts.evidence import Timeline
 from kvarts.sim.report.steps import StepLog
 
 __all__ = ["check_timeline", "timeline_of"]
@@ -12,7 +13,7 @@ __all__ = ["check_timeline", "timeline_of"]
 
 def timeline_of(steps: StepLog, page_size: int) -> Any:
     """The timeline that the steps make."""
-    return kvarts.Timeline.of(steps, page_size=page_size)
+    return Timeline.of(steps, page_size=page_size)
 
 
 def check_timeline(steps: StepLog, page_size: int) -> None:

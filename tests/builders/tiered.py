@@ -82,16 +82,18 @@ def tiers_below(
     num_host = draw(st.sampled_from([1, 3, 8, 30, 200]))
     # A page takes from microseconds, less than a step, to many steps.
     rates = st.sampled_from([50_000, 1_000_000, 1_000_000_000])
+    policy: Any = draw(st.sampled_from(["eager", "lazy", "exclusive"]))
+    disk_pages = draw(st.sampled_from([None, None, 2, 10, 100]))
     return OffloadConfig(
         host_pages=num_host,
-        policy=draw(st.sampled_from(["eager", "lazy"])),
+        policy=policy,
         target_free=draw(st.sampled_from([0, 1, 4, 20, None])),
         h2d=draw(rates),
         d2h=draw(rates),
         latency_us=draw(st.sampled_from([0.0, 10.0, 5000.0])),
         kv_bytes_per_token=BYTES_PER_TOKEN,
         full_prompt_hits=draw(st.booleans()) and not of_groups,
-        disk_pages=draw(st.sampled_from([None, None, 2, 10, 100])),
+        disk_pages=disk_pages,
         disk_read=draw(rates),
         disk_write=draw(rates),
         store_within_ms=draw(st.sampled_from([0.0, 1.0, 20.0, 500.0])),

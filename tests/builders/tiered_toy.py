@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from random import Random
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -83,9 +84,10 @@ class TieredToy(ToyExecutor):
 
 @st.composite
 def offloads(draw: st.DrawFn) -> OffloadConfig:
+    policy: Any = draw(st.sampled_from(["eager", "lazy", "exclusive"]))
     return OffloadConfig(
         host_pages=draw(st.sampled_from([1, 4, 16, 64])),
-        policy=draw(st.sampled_from(["eager", "lazy"])),
+        policy=policy,
         target_free=draw(st.sampled_from([1, 4, None])),
         full_prompt_hits=draw(st.booleans()),
         workers=draw(st.sampled_from([1, 1, 3])),

@@ -16,7 +16,7 @@ from kvarts.doors.watch.sockets import EngineStream
 from kvarts.plan.calibrate.experiment import MOST_STEPS
 from kvarts.plan.grid import MOST_POINTS
 
-SESSIONS = ("serve", "sessions", "--mock", "--bind", "127.0.0.1:0")
+SESSIONS = ("serve", "sessions", "--mock", "--port", "0")
 WATCH = ("watch", "--duration", "0.1")
 
 

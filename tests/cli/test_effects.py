@@ -45,10 +45,10 @@ OF_PLAN = [
     flag
     for param in EVERY["plan slo"].every
     for flag in param.opts
-    if flag.startswith("--") and flag not in {"--set", "--vllm-args"}
+    if flag.startswith("--") and flag not in {"--set", "--vllm-args", "--sglang-args"}
 ]
 VALUES = {
-    "--at": "100", "--price": "host=1", "--html": "x.html", "--plot": "x.svg", "--config": "c.toml", "--policy": "auto",
+    "--at": "9", "--prices": "p.toml", "--html": "x.html", "--plot": "x.svg", "--config": "c.toml", "--policy": "auto",
     "--trace": "a=b", "--model": "qwen3-8b", "--device": "l4", "--cost": "linear:step_ms=1",
     "--tier": "a:pages=1",
 }  # fmt: skip
@@ -58,7 +58,7 @@ VALUES = {
 def test_a_plan_that_replays_nothing_takes_only_what_curves_need(flag: str, call: Call, tmp_path: Path) -> None:
     (mode,) = (mode for mode in MODES if mode.when == NO_REPLAY and mode.command == "plan slo")
     param = next(param for param in EVERY["plan slo"].every if flag in param.opts)
-    others = {"--price", "--model", "--device", "--cost", "--trace", "--set loans", "--eviction"}
+    others = {"--prices", "--model", "--device", "--cost", "--trace", "--set loans", "--eviction"}
     if flag in mode.keeps or flag in others:
         return
     option, *key = flag.split(" ")
@@ -96,7 +96,7 @@ def _value(flag: str, param: object) -> str:
         ),
         ("replay --open", "--open: has no effect without --html"),
         ("replay --set kv_events_topic=x", "--set kv_events_topic: has no effect without --kv-events"),
-        ("soak --virtual --set server_pid=1", "--set server_pid: has no effect without --address"),
+        ("soak --virtual --set server_pid=1", "--set server_pid: has no effect with --virtual"),
         ("serve sessions --mock --dtype float32", "--dtype: has no effect with --mock"),
         ("calibrate --design --set time_unit=ms", "--set time_unit: has no effect with --design"),
         ("calibrate --points x --set seed=3", "--set seed: has no effect with --points"),

@@ -120,6 +120,50 @@ def test_the_memory_is_an_interval_with_its_parts() -> None:
     assert "at least" in text and "at most" in text and text.count("GPU KV cache size:") == 2
 
 
+def line(model: str, arguments: str, *more: str) -> dict[str, Any]:
+    return start(model, "--device", "h100", "--engine", "vllm==0.33", "--vllm-args", arguments, *more)
+
+
+def test_an_argument_line_of_vllm_is_planned() -> None:
+    """Options of `vllm serve` that decide memory, with its units: 32k is 32,000, 1K is 1,024."""
+    own = line("gpt-oss-20b", "--kv-cache-memory-bytes 40G --max-model-len 32k --max-num-batched-tokens 4K")
+    assert own["available_kv_memory"]["least_bytes"] == 40 << 30
+    assert (own["max_model_len"], own["max_num_batched_tokens"]) == (32_000, 4096)
+    assert line("gpt-oss-20b", "--num-gpu-blocks-override 10000")["num_blocks"] == 10_000
+    one = line("gpt-oss-20b", "--disable-hybrid-kv-cache-manager", *GIVEN)
+    assert [(group["kind"], group["layers"]) for group in one["groups"]] == [("full_attention", 24)]
+    twice = line("gpt-oss-20b", "--performance-mode throughput", *GIVEN)
+    assert (twice["max_num_batched_tokens"], twice["max_num_seqs"]) == (16_384, 2048)
+    whole = line("gpt-oss-20b", "--no-enable-chunked-prefill", *GIVEN)
+    assert whole["max_num_batched_tokens"] == 131_072
+    fitted = line("qwen3-32b", "--max-model-len auto", "--available-kv-memory", "2.1GiB")
+    assert fitted["max_model_len"] == 8576
+    assert line("qwen3.5-27b", "--enforce-eager", "--available-kv-memory", "22.1GiB")["refusal"] is None
+    half = line("qwen3.5-27b", "--mamba-ssm-cache-dtype bfloat16 --max-num-seqs 9", "--available-kv-memory", "22.1GiB")
+    assert half["block_size"] == 448
+    shared = line("deepseek-v3", "-tp 8 -dcp 4 --max-model-len 16k", "--available-kv-memory", "10GiB")
+    alone = line("deepseek-v3", "-tp 8 --max-model-len 16k", "--available-kv-memory", "10GiB")
+    assert shared["num_blocks"] == alone["num_blocks"] and shared["kv_cache_tokens"] == 4 * alone["kv_cache_tokens"]
+    heads = line("qwen3-32b", "-tp 4 --decode-context-parallel-size 2", *GIVEN)
+    assert heads["refusal"].startswith("Decode context parallelism for GQA/MQA requires")
+
+
+def test_the_memory_is_read_from_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "vllm.log"
+    lines = (
+        f"(Worker_TP{rank} pid=1) INFO Available KV cache memory: {size} GiB\n" for rank, size in ((0, 55.0), (1, 54.5))
+    )
+    log.write_text("INFO starting\n" + "".join(lines))
+    own = start("gpt-oss-20b", "--device", "h100", "--engine", "vllm", "--available-kv-memory", f"@{log}")
+    assert own["available_kv_memory"]["least_bytes"] == int(54.5 * (1 << 30))
+    text = "INFO 09-01 [gpu_worker.py:564] Available KV cache memory: 55.0 GiB"
+    copied = start("gpt-oss-20b", "--device", "h100", "--engine", "vllm", "--available-kv-memory", text)
+    assert (copied["num_blocks"], copied["kv_cache_tokens"]) == (150_186, 2_133_894)
+    log.write_text("nothing\n")
+    with pytest.raises(KvartsError, match="has no line 'Available KV cache memory"):
+        run("gpt-oss-20b", "--device", "h100", "--engine", "vllm", "--available-kv-memory", f"@{log}")
+
+
 def test_a_layout_file_is_planned(tmp_path: Path) -> None:
     path = tmp_path / "model.toml"
     path.write_text(
@@ -149,3 +193,12 @@ def test_options_that_are_refused(arguments: tuple[str, ...], says: str) -> None
 def test_a_start_needs_a_device() -> None:
     with pytest.raises(KvartsError, match="needs a device"):
         run("qwen3-8b", "--engine", "vllm")
+
+
+def test_without_an_engine_models_whose_layers_keep_less_are_shown_as_vllm_starts() -> None:
+    """The states of 256 sequences of Qwen3.6-27B are not set aside: vLLM keeps them in blocks."""
+    arguments = ("qwen3.6-27b", "--device", "h100")
+    assert start(*arguments, *GIVEN) == start(*arguments, "--engine", "vllm", *GIVEN)
+    assert "vllm" not in json.loads(run("qwen3-8b", "--device", "h100", "--json"))
+    with pytest.raises(KvartsError, match=r"36\.70 states"):
+        run(*arguments, "--engine", "none")

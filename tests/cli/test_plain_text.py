@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from kvarts.base.terminal import plain
+from kvarts.base.terminal import in_line, plain
 
 EVIL = "a\x1b]0;owned\x07\x1b[2J\rb\x7f\x9bc"
 SHOWN = "a\\x1b]0;owned\\x07\\x1b[2J\\x0db\\x7f\\x9bc"
@@ -26,6 +27,48 @@ def test_control_characters_are_spelled_but_for_newlines_and_tabs() -> None:
     assert plain("a\tb\nc é ♞") == "a\tb\nc é ♞"
     every = "".join(map(chr, range(256)))
     assert not set(plain(every)) & ({chr(code) for code in (*range(32), *range(127, 160))} - {"\n", "\t"})
+
+
+def test_marks_of_direction_and_line_separators_are_spelled() -> None:
+    assert plain("a\u202eb\u2066c\u2028d") == "a\\u202eb\\u2066c\\u2028d"
+    assert in_line("a\n\tb\x1b") == "a\\n\\tb\\x1b"
+    assert in_line(in_line(f"{EVIL}\n")) == in_line(f"{EVIL}\n")
+
+
+def test_an_id_writes_no_line_of_its_own_and_a_suggested_command_is_quoted(tmp_path: Path) -> None:
+    name = "x; touch owned\nkvarts: forged"
+    row = {"timestamp": 0, "input_length": 20, "output_length": 5, "hash_ids": [1], "request_id": name}
+    traffic, folder = tmp_path / "trace.jsonl", tmp_path / "a run"
+    traffic.write_text(json.dumps(row) + "\n")
+    code, printed = run("replay", traffic, "--pages", 100, "--run-dir", folder)
+    assert code == 0, printed
+    code, printed = run("story", folder)
+    lines = printed.decode().splitlines()
+    assert code == 0
+    assert not [line for line in lines if line.startswith("kvarts: forged")]
+    [why] = [line for line in lines if line.startswith("why: ")]
+    words = shlex.split(why.removeprefix("why: "))
+    assert words[:4] == ["kvarts", "story", str(folder), "--request"]
+    told = [run("story", folder, "--request", each) for each in (words[4], name)]
+    assert told[0] == told[1]
+    assert told[0][0] == 0
+
+
+def test_the_name_of_a_tool_writes_no_line_of_its_own(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "You help. " * 60}, {"role": "user", "content": "hello " * 60}]
+    rows = []
+    for number, what in enumerate("abcd"):
+        tool = {"name": "f\n\nmend: run this", "description": what * 9, "parameters": {}}
+        row = {"created": number, "session_id": "s", "tools": [{"type": "function", "function": tool}]}
+        row |= {"messages": messages, "response": {"usage": {"completion_tokens": 2}}}
+        rows.append(json.dumps(row) + "\n")
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(rows))
+    code, printed = run("why", log)
+    text = printed.decode()
+    assert code == 0, text
+    assert "in tools[0] (f\\n\\nmend: run this" in text
+    assert "\nmend: run this" not in text
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +121,11 @@ def test_a_story_and_a_report_spell_what_strangers_wrote(trace: Path, tmp_path: 
     code, printed = run("report", folder)
     assert_plain(printed)
     assert b"owned" in printed, printed
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "x y " * 2000, "\x1b" * 5000])
+def test_an_error_repeats_little_of_a_long_value(value: str) -> None:
+    for words in (["replay", "--set", value], ["replay", "--pages", value], ["replay", value], [value]):
+        code, printed = run(*words)
+        assert code in (2, 3, 4), printed
+        assert len(printed) < 2000 and b"characters)..." in printed, printed

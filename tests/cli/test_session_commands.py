@@ -19,8 +19,6 @@ from kvarts.core.config import EngineOptions
 from kvarts.doors.client import Sessions
 from kvarts.run.sessions.values import SessionSettings
 
-from builders.session_server import ANY_PORT
-
 Run = Callable[..., tuple[int, str, str]]
 
 SERVE = textwrap.dedent("""
@@ -49,7 +47,7 @@ SERVE = textwrap.dedent("""
 def start(*options: str) -> subprocess.Popen[str]:
     paths = [str(Path(__file__).parents[1]), *sys.path]
     return subprocess.Popen(
-        [sys.executable, "-c", SERVE, "--mock", "--bind", ANY_PORT, *options],
+        [sys.executable, "-c", SERVE, "--mock", "--port", "0", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -134,8 +132,8 @@ def test_options_are_what_a_runtime_is_opened_with(opened: list[dict[str, Any]],
         ("--mock --set positions=cache --window all", 2, "positions: 'cache' needs a window"),
         ("--mock --set ttl=0", 2, "ttl_s: must be above 0, got 0.0"),
         ("--mock --session-memory much", 2, "'much' is not a size in bytes"),
-        ("--mock --bind 0.0.0.0:50051", 2, "bind: other machines reach 0.0.0.0"),
-        ("--mock --bind here", 2, "bind: 'here' is no address. Write HOST:PORT."),
+        ("--mock --host 0.0.0.0", 2, "host: other machines reach 0.0.0.0"),
+        ("--mock --host here", 2, "host: other machines reach here"),
         ("--mock --tls-cert x.pem", 2, "--tls-cert: a certificate and its key go together."),
         ("--mock --tls-cert x.pem --tls-key y.pem", 3, "x.pem: no such file."),
         ("--mock --token-file none", 3, "none: no such file."),

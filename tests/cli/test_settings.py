@@ -81,6 +81,9 @@ CHOICES = (
     "align",
     "layers",
     "sync",
+    "priority",
+    "lpm",
+    "write_back",
 )
 """Values that are not the default, of settings with a few."""
 

@@ -15,6 +15,7 @@ from kvarts.base.errors import ConfigError, KvartsError
 from kvarts.core.sched.plan import Batch, Chunk
 from kvarts.cost.hardware.geometry import Geometry
 from kvarts.cost.roofline import RooflineCost, parse_cost
+from kvarts.cost.roofline_settings import SCALES, Scale, ScaleOf, shipped_constants
 from kvarts.cost.step_arrays import StepArrays
 from kvarts.sim.config import ReplayConfig, make_config
 
@@ -38,6 +39,8 @@ rooflines = st.builds(
     sequence_us=st.floats(0.0, 100.0),
     pipeline_parallel=st.sampled_from([1, 1, 2, 5]),
     expert_efficiency=st.floats(0.1, 1.0),
+    expert_compute=st.floats(0.2, 1.0),
+    scale=st.sampled_from([Scale(), Scale(layer=1.3, prefill=0.7, bandwidth=0.8, compute=0.6)]),
     link_efficiency=st.none() | st.floats(0.05, 1.0),
     link_us=st.none() | st.floats(0.0, 100.0),
     graph_tokens=st.sampled_from([0, 0, 20, 512]),
@@ -95,6 +98,16 @@ def padded(num_tokens: int, largest: int) -> int:
 
 def naive_ms(cost: RooflineCost, *batches: Batch) -> float:
     """One pass over everything, or one over all prompts and one over all decodes, of which drafts make more tokens."""
+    assert cost.scale is not None
+    of_layers = ("layer_us", "expert_layer_us", "sparse_layer_us", "quantize_us")
+    changes = {name: getattr(cost, name) * cost.scale.layer for name in of_layers}
+    changes |= {
+        "eager_layer_us": cost.eager_layer_us * cost.scale.prefill,
+        "eager_expert_layer_us": cost.eager_expert_layer_us * cost.scale.prefill,
+        "bandwidth_efficiency": cost.bandwidth_efficiency * cost.scale.bandwidth,
+        "compute_efficiency": cost.compute_efficiency * cost.scale.compute,
+    }
+    cost = msgspec.structs.replace(cost, scale=Scale(), **changes)
     prompts = [Batch(batch.chunks, 0, 0, 1) for batch in batches if batch.chunks]
     decodes = [Batch((), batch.num_decodes, batch.decode_known_tokens, 1) for batch in batches if batch.num_decodes]
     if not decodes:
@@ -152,7 +165,7 @@ def naive_pass_ms(cost: RooflineCost, *batches: Batch) -> float:
                 held, above = experts.count / groups, BUSIEST[groups]
                 active = held * (1 - missed) + above * (held * (1 - missed) * missed) ** 0.5
                 read_s += min(active, held) * groups * one_bytes / ranks / min(rate, bandwidth)
-                expert_flops = flops(geometry.expert_dtype) * cost.expert_efficiency
+                expert_flops = flops(geometry.expert_dtype) * cost.expert_efficiency * cost.expert_compute
                 processed = experts.per_token * num_routed / groups
                 work_s += 2 * one * (processed + above * processed**0.5) * groups / expert_flops
             rest -= numbers
@@ -435,3 +448,68 @@ def test_only_native_products_with_a_scale_per_block_quantize_their_inputs() -> 
     slower = msgspec.structs.replace(cost, quantize_us=cost.quantize_us + 1.0)
     step = Batch((), 8, 8000, 1)
     assert slower.step_ns(step) - cost.step_ns(step) == pytest.approx(4 * 32 * 1000, abs=2)
+
+
+# Factors of engines and of devices ------------------------------------------------------------------------
+
+BATCHES = [
+    Batch((), 12, 9_000, 1),
+    Batch((Chunk(0, 700, 700, 700),), 0, 0, 1),
+    Batch((Chunk(100, 1_900, 2_500, 2_500),), 5, 4_000, 1),
+]
+
+
+@pytest.mark.parametrize("llm", ["llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3"])
+def test_a_scale_multiplies_the_constants_that_it_names(llm: str) -> None:
+    ways: dict[str, Any] = {"tensor_parallel": 8} if llm == "deepseek-v3" else {}
+    plain = RooflineCost(llm=llm, device="h200", scale=Scale(), **ways)
+    for factor, names in SCALES.items():
+        scaled = msgspec.structs.replace(plain, scale=Scale(**{factor: 1.5}))
+        replaced = msgspec.structs.replace(plain, **{name: 1.5 * getattr(plain, name) for name in names})
+        assert [scaled.step_ns(each) for each in BATCHES] == [replaced.step_ns(each) for each in BATCHES]
+        assert scaled.decode_ns(7, 3_000, 1, 20) == replaced.decode_ns(7, 3_000, 1, 20)
+        assert StepArrays(scaled, [[each] for each in BATCHES]).times_ms(scaled) == pytest.approx(
+            [scaled.step_ns(each) / 1e6 for each in BATCHES], abs=1e-6
+        )
+        assert scaled.is_shipped  # the constants are those that ship, for this engine
+
+
+def test_a_scale_is_that_of_engine_version_and_device_for_a_kind_and_a_format() -> None:
+    rows = [
+        ScaleOf(of="sglang", layer=1.2),
+        ScaleOf(of="sglang==0.5.12", layer=0.5, prefill=3.0),
+        ScaleOf(of="mi300x", kind="experts", layer=2.0, compute=0.5),
+        ScaleOf(of="mi300x", kind="experts", weight="fp4", prefill=4.0),
+    ]
+    constants = msgspec.structs.replace(shipped_constants(), scale=rows)
+    dense = RooflineCost(llm="llama-3.1-8b", device="h200")
+    assert constants.scale_of("sglang", dense) == constants.scale_of("sglang==0.5.9", dense) == Scale(layer=1.2)
+    assert constants.scale_of("sglang==0.5.12", dense) == Scale(layer=0.6, prefill=3.0)
+    assert constants.scale_of("vllm", dense) == constants.scale_of("", dense) == Scale()
+    assert constants.scale_of("sglang", dense.placed(device="mi300x")) == Scale(layer=1.2)
+    experts = RooflineCost(llm="qwen3-30b-a3b", device="mi300x")
+    assert constants.scale_of("sglang==0.5.12", experts) == Scale(layer=1.2, prefill=3.0, compute=0.5)
+    narrow = experts.placed(weight_dtype="mxfp4")
+    assert constants.scale_of("", narrow) == Scale(layer=2.0, compute=0.5, prefill=4.0)
+
+
+def test_engines_that_were_measured_have_their_factors_and_calibrated_costs_none() -> None:
+    placed = {"model": "llama-3.1-8b", "device": "h200"}
+    for engine in ("vllm", "sglang", "tensorrt-llm", "trtllm"):
+        cost = make_config({**placed, "engine": engine}).cost
+        assert cost.scale == shipped_constants().scale_of(cost_name(engine), cost)
+        assert cost.scale not in (None, Scale())
+        own = RooflineCost(llm="llama-3.1-8b", device="h200", step_us=300.0)
+        assert make_config({**placed, "engine": engine, "cost": own}).cost.scale is None
+    assert make_config(placed).cost.scale is None
+
+
+def cost_name(engine: str) -> str:
+    return {"trtllm": "tensorrt-llm"}.get(engine, engine)
+
+
+def test_a_device_that_was_measured_has_its_factors_without_an_engine() -> None:
+    slow = RooflineCost(llm="deepseek-v3", device="mi300x", tensor_parallel=8)
+    plain = msgspec.structs.replace(slow, scale=Scale())
+    assert all(slow.step_ns(each) > 1.2 * plain.step_ns(each) for each in BATCHES)
+    assert RooflineCost(llm="deepseek-v3", device="tpu-v6e", tensor_parallel=8).held_out("open") == {}

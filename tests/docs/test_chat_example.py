@@ -16,6 +16,8 @@ import chat
 from kvarts.doors.openai.running import RunningServer
 
 from builders.fake_runtime import FakeRuntime
+from builders.real_model import real_model
+from builders.server_process import kvarts_process
 from builders.session_server import serving_on_a_thread
 
 TEMPLATE = (
@@ -31,7 +33,7 @@ def _typed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_typed")
 def test_a_mock_in_this_process_finds_the_first_turn(capsys: pytest.CaptureFixture[str]) -> None:
-    chat.main()
+    chat.main([])
     said = capsys.readouterr()
     assert all(line.islower() for line in said.out.splitlines()) and len(said.out.splitlines()) == 2
     found = re.findall(r"TTFT \d+ ms, \d+ tokens, (\d+) of \d+ prompt tokens found\n", said.err)
@@ -44,12 +46,12 @@ def test_a_server_receives_the_whole_conversation(
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     answers = [{"turn": 1, "text": "One ä."}, {"turn": 2, "text": "Two."}]
-    with RunningServer(model="some-name", api_key="secret", answers=answers) as server:
-        chat.main(server.base_url)
+    with RunningServer(served_model_name="some-name", api_key="secret", answers=answers) as server:
+        chat.main([server.base_url])
         bodies = [request.body for request in server.requests]
     assert capsys.readouterr().out == "One ä.\nTwo.\n"
     assert [message["content"] for message in bodies[1]["messages"]] == ["hello", "One ä.", "again, ä"]
-    assert bodies[1]["model"] == "some-name"
+    assert [bodies[1][name] for name in ("model", "temperature", "max_tokens")] == ["some-name", 0.0, 128]
 
 
 @pytest.mark.usefixtures("_typed")
@@ -57,21 +59,18 @@ def test_an_answer_that_is_cut_is_not_part_of_the_conversation(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    with RunningServer(model="m", api_key="secret", fail="first 1: no finish_reason; rest: ok") as server:
-        chat.main(server.base_url)
+    with RunningServer(served_model_name="m", api_key="secret", fail="first 1: no finish_reason; rest: ok") as server:
+        chat.main([server.base_url])
         bodies = [request.body for request in server.requests]
     assert capsys.readouterr().err.startswith("the stream ended before the answer did")
     assert [message["content"] for message in bodies[1]["messages"]] == ["again, ä"]
 
 
 @pytest.mark.usefixtures("_typed")
-def test_a_session_receives_what_each_turn_adds_and_is_closed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chat, "MAX_TOKENS", 3)
+def test_a_session_receives_what_each_turn_adds_and_is_closed(capsys: pytest.CaptureFixture[str]) -> None:
     runtime = FakeRuntime()
     with serving_on_a_thread(runtime) as address:
-        chat.main(address)
+        chat.main([address, "--max-tokens", "3", "--window", "64"])
     said = capsys.readouterr()
     assert [len(line) for line in said.out.splitlines()] == [3, 3]
     first, second = said.err.splitlines()
@@ -111,3 +110,25 @@ def test_a_turn_adds_what_the_whole_conversation_has_more(tmp_path: Path, *, has
     rest = "\n<user>so<end>\n<assistant>"
     assert added("so", is_first=False, end=None) == f"<end>{rest}"
     assert added("so", is_first=False, end=256) == rest
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_typed")
+@pytest.mark.parametrize("over", ["HTTP", "gRPC"])
+def test_a_real_model_says_text_that_ends(
+    over: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch", reason="real models need kvarts[torch]")
+    real_model()
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\nAnd of Italy?\nAnd Spain?"))
+    command = ["serve", "model", "--port", "0"] if over == "HTTP" else ["serve", "sessions", "--port", "0"]
+    with kvarts_process(*command, "--model", "smollm2", "--kv-memory", "64MiB") as server:
+        if over == "HTTP":
+            chat.main([server.wait_for(r"(http://\S+)/v1")[1]])
+        else:
+            chat.main([server.wait_for(r"listening on (\S+) for")[1], "--model", "smollm2"])
+    said = capsys.readouterr()
+    assert said.out.startswith("The capital of France is Paris.\n") and "Rome" in said.out
+    if over == "gRPC":
+        kept, length = re.findall(r"(\d+) of (\d+) tokens", said.err.splitlines()[-1])[0]
+        assert int(length) > 80 and int(length) - int(kept) < 16, "all whole pages of the conversation are kept"

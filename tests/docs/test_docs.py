@@ -31,8 +31,8 @@ from builders.claude_sessions import write_claude_sessions
 from builders.files_of_pages import write_files_of_pages
 
 ROOT = Path(__file__).parents[2]
-IN_ORDER = {"first-ten-minutes.md"}
-"""Pages of which all examples run in one folder: they have a test of their own."""
+IN_ORDER = {"first-ten-minutes.md", "transcript-log-to-gpus.md", "transcript-small-model.md"}
+"""Pages whose examples run in one folder or with one server: separate tests run them."""
 PAGES = sorted(path for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")] if path.name not in IN_ORDER)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CHECKER = doctest.OutputChecker()
@@ -40,11 +40,14 @@ NEEDS = {
     "guide-kv-events.md": pytest.mark.skipif(find_spec("zmq") is None, reason="KV events need kvarts[serve]"),
     "guide-models.md": pytest.mark.skipif(find_spec("torch") is None, reason="real models need kvarts[torch]"),
     "guide-sessions.md": pytest.mark.skipif(find_spec("grpc") is None, reason="sessions need kvarts[grpc]"),
+    "how-own-order.md-3": pytest.mark.skipif(
+        find_spec("matplotlib") is None or find_spec("pandas") is None, reason="figures need kvarts[notebook]"
+    ),
     "how-mock-in-ci.md": pytest.mark.skipif(find_spec("openai") is None, reason="its client is OpenAI's"),
     "start.md": pytest.mark.skipif(find_spec("openai") is None, reason="its client is OpenAI's"),
     "guide-serving.md": pytest.mark.skipif(find_spec("openai") is None, reason="its client is OpenAI's"),
 }
-"""What the examples of a page need, by its name."""
+"""What the examples of a page need, by its name, or that of one of them."""
 
 LONG = {
     "README.md-1",
@@ -82,6 +85,7 @@ LONG = {
     "guide-timelines.md-8",
     "how-hit-ratio.md-0",
     "how-much-memory.md-0",
+    "how-own-order.md-1",
     "start.md-1",
     "start.md-2",
 }
@@ -118,6 +122,8 @@ SLOW = {
     "how-own-policy.md-0",
     "how-prefill-decode.md-0",
     "how-prefill-decode.md-1",
+    "how-vllm-or-sglang.md-0",
+    "how-vllm-or-sglang.md-1",
 }
 """Examples that take a third of a second or more."""
 
@@ -138,8 +144,8 @@ def blocks(kind: str) -> list[Any]:
             after = all_blocks[index + 1] if index + 1 < len(all_blocks) else ("", "")
             if name == kind:
                 output = after[1] if after[0] == "output" else None
-                marks = [NEEDS[page.name]] if page.name in NEEDS else []
                 place = f"{page.name}-{index}"
+                marks = [NEEDS[name] for name in (page.name, place) if name in NEEDS]
                 marks += [pytest.mark.long] * (place in LONG) + [pytest.mark.slow] * (place in SLOW)
                 found.append(pytest.param(defined + text, output, id=f"{page.relative_to(ROOT)}-{index}", marks=marks))
                 if kind == "python" and defines_only(text):

@@ -1,4 +1,4 @@
-"""Pages of questions: the test on `how-mock-in-ci.md` passes as it stands there."""
+"""Pages of questions whose example is a test file: its tests pass unchanged."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import pytest
 
 from builders.plugin import PLUGIN
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-mock-in-ci.md"
+DOCS = Path(__file__).parents[2] / "docs"
 pytest_plugins = ["pytester"]
 
 
-def test_the_test_of_a_client_passes(pytester: pytest.Pytester) -> None:
-    pytest.importorskip("openai")
-    (example,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    pytester.makepyfile(example)
-    result = pytester.runpytest_inprocess(*PLUGIN, "-p", "no:cacheprovider", "-n", "0")
-    result.assert_outcomes(passed=1)
+@pytest.mark.parametrize(
+    ("page", "needs", "num_tests"),
+    [("how-mock-in-ci.md", "openai", 1), ("how-router-test.md", "zmq", 4), ("how-own-order.md", "msgspec", 16)],
+)
+def test_the_tests_of_a_page_pass(page: str, needs: str, num_tests: int, pytester: pytest.Pytester) -> None:
+    pytest.importorskip(needs)
+    examples = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    pytester.makepyfile("".join(examples[:1] + examples[1:][-1:]))  # its definitions, and its tests
+    result = pytester.runpytest_subprocess(*PLUGIN, "-p", "no:cacheprovider", "-n", "0", "-W", "error")
+    result.assert_outcomes(passed=num_tests)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from docs_site import PARTS, generated_pages, with_links
+from docs_site import PARTS, generated_pages, llms_text, with_links
 from kvarts.cli.commands import COMMANDS
 
 NEEDS_TORCH = pytest.mark.skipif(find_spec("torch") is None, reason="the site describes the room of PyTorch, too")
@@ -80,3 +80,15 @@ def test_a_question_is_answered_one_click_away(question: str) -> None:
         found += anchors(DOCS / page)[anchor] if anchor else (DOCS / page).read_text()
     for word in ANSWERS[question]:
         assert word in found
+
+
+def test_a_text_for_language_models_lists_every_page_with_its_first_sentence() -> None:
+    names = [name for part in PARTS.values() for name in part]
+    texts = {name: f"# Title of {name}\n\nIt is [one](a.md) thing. And more.\n" for name in names}
+    text = llms_text(texts)
+    assert text.startswith("# kvarts\n\n> ") and [line[3:] for line in text.splitlines() if line[:3] == "## "] == [
+        *PARTS
+    ]
+    assert [line for line in text.splitlines() if line.startswith("- ")] == [
+        f"- [Title of {name}]({name.removesuffix('.md')}.html): It is one thing." for name in names
+    ]

@@ -62,10 +62,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> None:
         settings["record"](EngineConfig(num_pages=4), {})
 
     async def ask(app: Any) -> None:
-        async def nothing(*_: object) -> dict[str, str]:
-            return {"type": "http.disconnect"}
+        from kvarts.doors.openai.http import HttpRequest, HttpResponse, Wire
 
-        await app({"type": "http", "method": "GET", "path": "/health", "headers": []}, nothing, nothing)
+        wire = Wire(asyncio.Transport())
+        wire.is_lost = True
+        response = HttpResponse(wire, has_body=True, is_last=False, has_chunks=True, ended=lambda: None)
+        await app(HttpRequest("GET", "/health", b"", [], wire), response)
         app.close()
 
     def serve_http(opened: Any, address: object, values: dict[str, Any], **_: object) -> None:

@@ -24,7 +24,7 @@ NO_TEXT = "\udcff"
 ALSO = {
     "mock": ("--host", "127.0.0.1", "--port", "0"),
     "plan slo": ("--slo-ttft-ms", "300"),
-    "serve sessions": ("--mock", "--bind", "nowhere"),
+    "serve sessions": ("--mock", "--host", "nowhere"),
     "watch": ("tcp://127.0.0.1:1", "--duration", "0.1"),
 }
 """What goes before a value, where the call of the table is another mode."""
@@ -84,8 +84,8 @@ def ports() -> list[Any]:
             ),
             ("replay", ("trace.jsonl", "--kv-events", "tcp://127.0.0.1:{}"), True),
             ("serve model", ("--model", "tiny", "--port", "{}"), True),
-            ("serve sessions", ("--mock", "--bind", "127.0.0.1:{}"), True),
-            ("soak", ("--address", "127.0.0.1:{}", "--duration", "1s"), False),
+            ("serve sessions", ("--mock", "--port", "{}"), True),
+            ("soak", ("--port", "{}", "--duration", "1s"), False),
             ("watch", ("tcp://127.0.0.1:{}", "--duration", "0.1"), False),
             ("watch", ("tcp://127.0.0.1:1", "--replay", "tcp://127.0.0.1:{}", "--duration", "0.1"), False),
             ("watch", ("tcp://127.0.0.1:1", "--metrics", "http://127.0.0.1:{}/metrics", "--duration", "0.1"), False),

@@ -84,12 +84,18 @@ def check_inputs(folder: Path, before: dict[str, bytes | None]) -> None:
             shutil.rmtree(target) if target.is_dir() else target.unlink()
 
 
+def drawn_options(name: str) -> list[Any]:
+    """The options of a command that are drawn."""
+    undrawn = ("--step-by-step", "--audit")
+    return [
+        each for each in commands()[name].params if each.param_type_name == "option" and each.opts[0] not in undrawn
+    ]
+
+
 def options(name: str) -> st.SearchStrategy[list[str]]:
     """Some options of a command with any values."""
     single = []
-    for param in commands()[name].params:
-        if param.param_type_name != "option" or param.opts[0] in ("--step-by-step", "--audit"):
-            continue
+    for param in drawn_options(name):
         flag = param.opts[0]
         role = role_of(param)
         if getattr(param, "is_flag", False):
@@ -113,8 +119,7 @@ def options(name: str) -> st.SearchStrategy[list[str]]:
 NAMES = ["replay", "compare", "report", "story", "verify", "model show"]
 # All that end by themselves; those that serve or talk to a server are told what they must refuse in other tests.
 TALKING = ("mock", "serve model", "serve sessions", "watch")
-ALL_NAMES = [name for name, call in CALLS.items() if not (name in TALKING or call.is_slow)]
-ALL_NAMES.remove("model list")  # it has no options
+ALL_NAMES = [name for name, call in CALLS.items() if not (name in TALKING or call.is_slow) and drawn_options(name)]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,20 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts import (
-    EngineConfig,
-    KvartsError,
-    LinearCost,
-    OffloadConfig,
-    ReplayConfig,
-    RooflineCost,
-    SamplingParams,
-    Slo,
-    Workload,
-)
-from kvarts.base.limits import LATEST_NS, TooLateError, brief, check_number, check_whole
+from kvarts import KvartsError, LinearCost, OffloadConfig, ReplayConfig, SamplingParams, Slo, Workload
+from kvarts.base.limits import LATEST_NS, TooLateError, brief, check_number, check_whole, whole_number
 from kvarts.base.units import parse_bytes, parse_duration_s, parse_rate
 from kvarts.cli.options import role_of
+from kvarts.core.config import EngineConfig
+from kvarts.cost.roofline import RooflineCost
 from kvarts.run.sessions.soak.run import SoakPlan
 from kvarts.run.sessions.values import SessionsConfig, SessionSettings
 from kvarts.sim.hardware import DeviceSettings
@@ -49,7 +41,15 @@ VALUES |= {f"--set offload.{name}" for name in ["disk_memory", "disk_read", "dis
     "--offload"
 }
 
-NAMED_INSTEAD = {"--vllm-args": "--model"}
+NAMED_INSTEAD = {
+    "--sglang-args": "--model",
+    "--vllm-args": "--model",
+    "--set max_model_len": "--set engine",
+    "--set kv_memory": "--set engine",
+    "--set memory_fraction": "--device",
+    "--set pipeline_parallel": "--gpus",
+    "--replicas": "--routers",
+}
 """Options that say what others do: an error may name one of those."""
 
 
@@ -334,3 +334,46 @@ def test_virtual_time_has_an_end() -> None:
         with pytest.raises(TooLateError):
             replay(Trace([request(0, 0)]), ReplayConfig(num_pages=100, cost=slow.cost, step_by_step=step_by_step))
     assert LATEST_NS < 1 << 62
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["replay", "trace.jsonl", "--set", f"prefix_cache_retention_interval={'9' * 5000}"],
+        ["replay", "trace.jsonl", "--vllm-args", f"--max-num-batched-tokens {'9' * 5000}k"],
+        ["replay", "trace.jsonl", "--sglang-args", f"--max-total-tokens {'9' * 5000}Ki"],
+        ["replay", "trace.jsonl", "--report", f"/dev/fd/{'9' * 30}"],
+        ["soak", "--virtual", "--duration", "1m", "--set", f"bytes_per_token={'9' * 5000}@4"],
+        ["story", "run", "--block", f"0:{'9' * 5000}"],
+    ],
+    ids=lambda words: words[-1][:40],
+)
+def test_numbers_longer_than_python_converts_are_refused(words: list[str], here: Path, call: Run) -> None:
+    code, out, err = call(*words)
+    assert (code in (2, 4, 7), out, len(err) < 1500) == (True, b"", True), err
+
+
+DEEP = '{"a":' * 3000 + "1" + "}" * 3000
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["replay", "trace.jsonl", "--vllm-args", f"--speculative-config '{DEEP}'"],
+        ["replay", "trace.jsonl", "--engine", "sglang", "--set", f"radix_eviction_policy_config={DEEP}"],
+        ["replay", "deep.jsonl"],
+    ],
+    ids=["vllm-args", "set", "recorded"],
+)
+def test_texts_that_are_nested_too_deeply_are_refused(words: list[str], here: Path, call: Run) -> None:
+    row = '{"arrival_ns": 0, "prompt": [5, 6], "num_output_tokens": 2, "output": [8, 9]'
+    (here / "deep.jsonl").write_text(f'{row}}}\n{row}, "x": {DEEP}}}\n{row}}}\n')
+    code, out, err = call(*words)
+    assert (code in (2, 4), out, len(err) < 1500) == (True, b"", True), err
+    assert "deep.jsonl" not in words or "deep.jsonl:2: it is nested too deeply" in err
+
+
+@given(st.text() | st.from_regex("[0-9]{1,20}", fullmatch=True))
+def test_a_text_is_a_number_if_it_is_a_few_decimal_digits(text: str) -> None:
+    expected = int(text) if text and len(text) <= 18 and set(text) <= set("0123456789") else None
+    assert whole_number(text) == expected

@@ -18,8 +18,8 @@ from builders.calls import CALLS
 Call = Callable[..., tuple[int, bytes, str]]
 
 AT_ONCE = {
-    "mock", "model list", "model show", "model tiny", "serve model", "serve sessions", "trace forms",
-    "trace list", "watch",
+    "completion", "engine", "mock", "model get", "model list", "model show", "model tiny", "serve model",
+    "serve sessions", "trace forms", "trace list", "watch",
 }  # fmt: skip
 """Commands that serve, talk, or print what is in memory."""
 OF_THEIR_OWN = {"generate", "model check", "profile", "soak"}
@@ -51,6 +51,7 @@ def test_a_command_says_what_it_is_at(
 ) -> None:
     if not CALLS[name].needs:
         pytest.skip("needs what is not installed")
+    monkeypatch.setattr(process, "ANSWER_AFTER_S", 0.0)
     monkeypatch.setattr(process, "SILENT_S", 0.0)
     code, _, said = call(*name.split(), *arguments)
     assert code == CALLS[name].code
@@ -60,6 +61,7 @@ def test_a_command_says_what_it_is_at(
 def test_a_unit_may_take_as_long_as_it_takes(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(process, "ANSWER_AFTER_S", 0.0)
     monkeypatch.setattr(process, "SILENT_S", 0.01)
     monkeypatch.setattr(process, "EVERY_S", 0.01)
     said = ""
@@ -75,6 +77,23 @@ def test_a_unit_may_take_as_long_as_it_takes(
     capfd.readouterr()
     time.sleep(0.05)
     assert capfd.readouterr().err == ""
+
+
+def test_an_answer_waits_until_work_has_taken_a_while(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(process, "ANSWER_AFTER_S", 0.05)
+    with Progress("planning", None, "replays") as progress:
+        progress.firm_up("the curve", 3)
+        progress.firm_up("the curve", 2)
+        assert capfd.readouterr().err == ""
+        said = ""
+        while not said:
+            time.sleep(0.01)
+            said = capfd.readouterr().err
+        assert said == "kvarts: so far: the curve\n"
+        progress.firm_up("2 GPUs", 1)
+        assert capfd.readouterr().err == "kvarts: so far: 2 GPUs\n"
 
 
 def test_what_ends_soon_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:

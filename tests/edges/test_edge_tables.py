@@ -53,7 +53,7 @@ def arguments_for(param: PathParam, value: str) -> list[str]:
     if param.command == "calibrate" and param.param.opts[0] in ("--prompts", "--series", "--prior"):
         arguments[1] = "measured.csv"
     if param.command == "serve sessions":
-        arguments[arguments.index("nowhere")] = "127.0.0.1:0"
+        arguments[arguments.index("nowhere")] = "127.0.0.1"
     pair = {"--tls-cert": "--tls-key", "--tls-key": "--tls-cert"}.get(param.param.opts[0])
     arguments += [pair, "token"] if pair else []
     if param.command == "mock":

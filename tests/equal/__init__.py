@@ -1,1 +1,1 @@
-"""Law L15: kvarts next to what it is equal to, vLLM's own scheduler and NVIDIA Dynamo's replay, on random workloads."""
+"""Laws L15 and L17: kvarts next to vLLM's and SGLang's own schedulers, and to NVIDIA Dynamo's replay."""

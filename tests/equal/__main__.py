@@ -28,11 +28,13 @@ from equal.compare import Difference, first_difference
 from equal.ours import kvarts_steps
 from equal.shrink import describe, shrunk
 from equal.theirs import Vllm
-from equal.workload import ROWS, Workload, draw_workload, traced
+from equal.workload import CADENCE_ROWS, ROWS, Workload, draw_workload, traced
 from kvarts.sim.traffic.mooncake import load_mooncake
 
 FIXED_ROWS = {"failed-loads", "async-group-loads-aborts"}
 """Rows with a difference that docs/equal-to-vllm.md explains, in some 7 of 1,000 workloads: they begin with seed 0."""
+ROWS_OF_BOTH = {"priority", "groups", "states-align", "ties", "ties:async", "ties-groups", "tied-loads"}
+"""Rows without retention that are compared with 0.33 as well, whose rules of priorities are others."""
 NUM_WORKLOADS = int(os.environ.get("KVARTS_EQUAL", "380"))
 
 
@@ -49,10 +51,12 @@ VERSION = of_vllm()
 
 
 def is_of_version(row: str) -> bool:
-    """Return whether a row is compared with this version: those of 0.33 have retention, and one priority."""
+    """Return whether a row is compared with this version."""
     if row.startswith("shipped:"):
         return row.endswith(VERSION)
-    return VERSION == "0.32" or row.startswith("retention:")
+    if row in CADENCE_ROWS:
+        return VERSION != "0.32"
+    return VERSION == "0.32" or row.startswith("retention:") or row in ROWS_OF_BOTH
 
 
 def run_row(row: str, seeds: range, vllm: Vllm, most_shown: int) -> bool:

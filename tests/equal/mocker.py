@@ -20,7 +20,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from kvarts import ReplayConfig, load_mooncake, replay
+from kvarts import ReplayConfig, replay
+from kvarts.sim.traffic.mooncake import load_mooncake
 
 SCRIPT = Path(__file__).with_name("mocker_peer.py")
 TOLERANCE_MS = 2e-3

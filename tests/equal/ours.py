@@ -32,8 +32,11 @@ from kvarts.core.kv.runs import PartRun, RunMatch
 from kvarts.core.kv.transfer import Loaded, Offer, Weighed
 from kvarts.core.request import Request, RequestState
 from kvarts.core.sched.plan import StepPlan, StepResult
+from kvarts.core.sched.policy import ArrivalPolicy
+from kvarts.core.sched.running import Running, RunningByArrival
 from kvarts.cost.simulated import SimExecutor
 from kvarts.sim.routers.config import Routing
+from kvarts.sim.routers.view import WorkerFacts
 
 
 class Recorder:
@@ -41,13 +44,14 @@ class Recorder:
 
     wants_details = True
 
-    def __init__(self, *, page_size: int, with_events: bool) -> None:
+    def __init__(self, *, page_size: int, with_events: bool, block_pages: Sequence[int] = ()) -> None:
         self.step = Step()
         self.num_hit: dict[int, int] = {}
         self.num_drafted: dict[int, int] = {}
         self.keys: dict[int, BlockKeys] = {}
         self._page_size = page_size
         self._with_events = with_events
+        self._block_pages = block_pages
 
     def observe(self, events: Sequence[Event]) -> None:
         """Note the events of a step."""
@@ -75,23 +79,27 @@ class Recorder:
         keys = self.keys.get(id(content))
         if keys is None:
             keys = self.keys[id(content)] = BlockKeys(content)
-        return [(group or 0, keys[page].hex()) for page in range(start, end)]
+        count = self._block_pages[group] if group is not None and self._block_pages else 1
+        return [(group or 0, keys[page].hex()) for page in range(start + count - 1, end, count)]
 
 
-def memory_of(
-    groups: list[tuple[str, int | None]], retention: int | None = None, version: str = "0.32"
-) -> GroupMemory | None:
-    """Return the KV groups of a model; None for one group that keeps everything. `version`: of vLLM."""
+def memory_of(workload: Workload) -> GroupMemory | None:
+    """Return the KV groups of a workload; None for one group that keeps everything."""
+    groups = workload.groups
     if groups == [FULL]:
         return None
-    kinds = [("state", STATE_SPAN) if kind in ("states", "aligned") else (kind, span) for kind, span in groups]
+    kinds = [
+        ("state", STATE_SPAN) if kind in ("states", "aligned") else (kind.removeprefix("latent-"), span)
+        for kind, span in groups
+    ]
     layers = [KvLayer(kind=kind, num_heads=1, head_numbers=32, span=span) for kind, span in kinds]  # type: ignore[arg-type]
     parts = tuple(PartGroup(layer, part_bytes=1) for layer in layers)
     return GroupMemory(
         parts,
         aligns=("aligned", None) in groups,
-        retention_interval=retention,
-        renames_states=version == "0.32",
+        retention_interval=workload.retention,
+        renames_states=workload.version == "0.32",
+        saves_inside=workload.saves_inside,
     )
 
 
@@ -110,33 +118,51 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         max_num_batched_tokens=workload.max_num_batched_tokens,
         max_num_seqs=workload.max_num_seqs,
         long_prefill_token_threshold=workload.long_prefill_token_threshold,
+        prefill_schedule_interval=workload.prefill_schedule_interval,
         watermark=workload.watermark,
     )
-    memory = memory_of(workload.groups, workload.retention, workload.version)
+    memory = memory_of(workload)
     if workload.started is not None:
         config, memory = workload.started, workload.started.memory
+    kinds = workload.groups
+    if memory is not None:
+        is_latent = [group.is_latent for group in memory.groups]
+        kinds = [("latent_window" if each else kind, span) for each, (kind, span) in zip(is_latent, kinds, strict=True)]
     tiers: Any = None if workload.load_kv is None else Below(workload)
     executor: Executor = SimExecutor(workload.cost)
     drafter = None
     if workload.num_draft_slots:
         executor, drafter = Sampler(workload), Drafts(workload)
-    recorder = Recorder(page_size=workload.page_size, with_events=workload.with_events and not workload.publishes)
+    num_pieces = 1
+    block_pages: tuple[int, ...] = ()
+    if memory is not None and workload.started is not None:
+        num_pieces, block_pages = memory.num_pieces, tuple(group.block_pages for group in memory.groups)
+    recorder = Recorder(
+        page_size=workload.page_size,
+        with_events=workload.with_events and not workload.publishes,
+        block_pages=block_pages,
+    )
     readers: list[EventReader] = [recorder]
     if workload.publishes:
         from equal.published import Published  # decodes with vLLM's classes
+        from kvarts.core.keys import VLLM_DEFAULT_SEED, KeyMaker, root_key
         from kvarts.doors.kv_events.copies import CopiesReader
 
-        sink = Published(recorder, workload.groups)
-        readers.append(CopiesReader(sink, algorithm="sha256", clears=False))
+        sink = Published(recorder, kinds, block_pages, workload.page_size)
+        hashes = KeyMaker("sha256", root_key("sha256", VLLM_DEFAULT_SEED))
+        readers.append(CopiesReader(sink, hashes=hashes, clears=False, block_pages=block_pages))
     engine = build_engine(
         config,
         executor,
-        Storage(memory=memory, num_blocks=workload.num_blocks, below=tiers, moves_pages=False),
+        Storage(memory=memory, num_blocks=workload.num_blocks * num_pieces, below=tiers, moves_pages=False),
         Planning(
             drafter=drafter,
             num_draft_slots=workload.num_draft_slots,
             plans_ahead=workload.is_async,
             finds_prefixes=workload.finds_prefixes,
+            ends_steps=workload.version == "0.32",
+            policy=ArrivalPolicy() if workload.has_ties else None,
+            running=RunningByArrival if workload.has_ties else Running,
         ),
         Watching(readers),
     )
@@ -195,7 +221,7 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
             num_free = scheduler.cache.num_free
             is_under_way = False
             engine.emit()
-        recorder.step.num_free = num_free
+        recorder.step.num_free = num_free // num_pieces
         preempted.update(recorder.step.preempted)
         ended = {index for index in recorder.step.ended if asks[index].num_good == NEVER} - preempted
         recorder.step.cached = {index: requests[index].cached_tokens for index in ended}
@@ -260,7 +286,8 @@ class Below:
     """
 
     watcher = None
-    evicts_safe_first = is_lazy = full_prompt_hits = is_due = slows_down = False
+    num_safe_tiers = 0
+    is_lazy = full_prompt_hits = is_due = slows_down = False
     num_tiers = 1
     tier_names = ("below",)
     next_ns = NEVER
@@ -342,7 +369,9 @@ class Below:
             self._has_failed.add(request)
             num_good = ask.num_good
             self._num_below[request] = start + num_good
-        self._loads.append((self._step + ask.load_steps, Loaded(request, start + num_good, (num_good,))))
+        self._loads.append(
+            (self._step + ask.load_steps + self._workload.is_async, Loaded(request, start + num_good, (num_good,)))
+        )
         return 0
 
     def use_early(self, transfer: int) -> None:
@@ -398,9 +427,7 @@ class OurFrontEnd:
         self._workload = workload
         self._router = Routing().open(
             "vllm-ranks",
-            num_workers=workload.num_ranks,
-            page_size=workload.page_size,
-            max_num_batched_tokens=workload.max_num_batched_tokens,
+            WorkerFacts(workload.num_ranks, workload.page_size, workload.max_num_batched_tokens),
         )
 
     def place(self, index: int) -> int:

@@ -23,7 +23,13 @@ from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_block_hash,
+    get_group_id,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
@@ -99,6 +105,7 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     config.scheduler_config.max_num_batched_tokens = workload.max_num_batched_tokens
     config.scheduler_config.policy = workload.policy
     config.scheduler_config.long_prefill_token_threshold = workload.long_prefill_token_threshold
+    config.scheduler_config.prefill_schedule_interval = workload.prefill_schedule_interval
     config.scheduler_config.watermark = workload.watermark
     config.scheduler_config.async_scheduling = workload.is_async
     config.cache_config.enable_prefix_caching = workload.finds_prefixes
@@ -106,7 +113,13 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     config.cache_config.mamba_cache_mode = "align" if aligns else "all" if has_states else "none"
     config.kv_events_config.enable_kv_cache_events = workload.with_events
     if workload.started is None:
-        kv = cache_config(workload.groups, num_blocks, page_size, state_tokens=MAX_MODEL_LEN)
+        kv = cache_config(
+            workload.groups,
+            num_blocks,
+            page_size,
+            state_tokens=MAX_MODEL_LEN,
+            saves_inside=workload.saves_inside,
+        )
         kv.prefix_cache_retention_interval = workload.retention
     else:
         kv = planned_config(workload, num_blocks)
@@ -122,14 +135,18 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
             target_parallel_config=config.parallel_config,
         )
     make = _WatchedAsync if workload.is_async else _Watched
-    unit = page_size
+    unit, hash_size = page_size, page_size
+    if workload.started is not None:
+        unit, hash_size = resolve_kv_cache_block_sizes(kv, config)
     if ("state", None) in workload.groups:
         unit = math.lcm(page_size, MAX_MODEL_LEN)  # without a prefix cache, a state is a block of all tokens
-    scheduler = make(config, kv, StructuredOutputManager(config), block_size=unit)
+        hash_size = unit
+    scheduler = make(config, kv, StructuredOutputManager(config), block_size=unit, hash_block_size=hash_size)
     hasher = get_request_block_hasher(page_size, sha256)
     requests: dict[str, Any] = {}
     num_arrived = 0
     copies: Counter[tuple[int, str]] = Counter()
+    sizes = [] if workload.started is None else [group.kv_cache_spec.block_size for group in kv.kv_cache_groups]
     in_flight: tuple[Any, Any] | None = None
     """The plan whose result is not known when the next one is made, as in vLLM's engine, and its result."""
     connector = None if workload.load_kv is None else Connector(workload)
@@ -155,7 +172,7 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
                 ask.prompt,
                 params,
                 None,
-                arrival_time=float(num_arrived),
+                arrival_time=float(ask.step if workload.has_ties else num_arrived),
                 priority=ask.priority,
                 block_hasher=hasher,
             )
@@ -184,14 +201,14 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
         if connector is not None and (loaded := connector.take_ended()) is not None:
             result = result or ModelRunnerOutput(req_ids=[], req_id_to_index={}, sampled_token_ids=[])
             result.kv_connector_output = loaded
-        note_blocks(done, scheduler.kv_cache_manager.take_events(), copies, publishes=workload.publishes)
+        note_blocks(done, scheduler.kv_cache_manager.take_events(), copies, publishes=workload.publishes, sizes=sizes)
         if workload.is_async:
             # As in vLLM's engine, which looks for them when the result of a step is there.
             give_up(scheduler, requests, given_up)
             if in_flight is not None:
                 note_cached(cached, scheduler.update_from_output(*in_flight))
             in_flight = None if result is None else (plan, result)
-            note_blocks(done, publisher.take_events(), copies, publishes=workload.publishes)
+            note_blocks(done, publisher.take_events(), copies, publishes=workload.publishes, sizes=sizes)
         done.num_free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         if not workload.is_async and result is not None:
             note_cached(cached, scheduler.update_from_output(plan, result))
@@ -230,7 +247,10 @@ def planned_config(workload: Workload, num_blocks: int) -> Any:
     specs = {name: planner.spec(_with_sizes(layer)) for name, layer in layers.items()}
     for name, spec in specs.items():
         if isinstance(spec, MambaSpec):
-            specs[name] = dataclasses.replace(spec, mamba_cache_mode=decided.settings.state_mode)
+            grid = 1 if spec.num_prefill_checkpoint_blocks else None  # divides every block, as the real grids do
+            specs[name] = dataclasses.replace(
+                spec, mamba_cache_mode=decided.settings.state_mode, prefill_checkpoint_alignment=grid
+            )
     config = planner.config(msgspec.structs.replace(decided.settings, num_blocks_override=num_blocks))
     planner.layout_of(config, [list(decided.settings.layouts)], list(specs.values()))
     more = () if planner.version == "0.32" else (planner.planning.get_global_kv_cache_groups(config, [specs]),)
@@ -242,6 +262,8 @@ def _with_sizes(layer: Any) -> Any:
     """Return a layer whose cell holds the sizes of keys and values, as `planning.Vllm.spec` reads them."""
     if layer.kind == "state":
         return layer
+    if layer.kind in ("mla", "window_mla"):
+        return msgspec.structs.replace(layer, cell=f"{layer.entry_bytes} 0 uint8", form="auto|")
     numbers, _ = layer.cell.split()
     return msgspec.structs.replace(layer, cell=f"{int(numbers) // 2} {int(numbers) // 2} bfloat16")
 
@@ -277,8 +299,9 @@ class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._has_failed.add(index)
             self._num_below[index] = start + ask.num_good
             bad = set(tables[0][start + ask.num_good :])
-        self._loads.append((self.step + ask.load_steps, request.request_id, bad))
-        self._last_step = max(self._last_step, self.step + ask.load_steps)
+        end = self.step + ask.load_steps + self._workload.is_async
+        self._loads.append((end, request.request_id, bad))
+        self._last_step = max(self._last_step, end)
 
     @property
     def has_loads(self) -> bool:
@@ -287,10 +310,11 @@ class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def take_ended(self) -> Any:
         """Return what a worker reports about the loads that the next plan knows to have ended; None without any."""
-        ended = [load for load in self._loads if load[0] <= self.step + 1]
+        known = self.step + 1 + self._workload.is_async
+        ended = [load for load in self._loads if load[0] <= known]
         if not ended:
             return None
-        self._loads = [load for load in self._loads if load[0] > self.step + 1]
+        self._loads = [load for load in self._loads if load[0] > known]
         bad = set().union(*(blocks for _, _, blocks in ended))
         return KVConnectorOutput(finished_recving={name for _, name, _ in ended}, invalid_block_ids=bad)
 
@@ -366,8 +390,9 @@ class Watched:
 
     def _preempt_request(self, request: Any, *args: Any, **more: Any) -> None:
         manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
-        for blocks in manager.get_blocks(request.request_id).blocks:
-            planned = blocks[request.num_computed_tokens // manager.block_pool.hash_block_size :]
+        groups = manager.kv_cache_config.kv_cache_groups
+        for group, blocks in zip(groups, manager.get_blocks(request.request_id).blocks, strict=True):
+            planned = blocks[request.num_computed_tokens // group.kv_cache_spec.block_size :]
             names = [block.block_hash for block in planned if block.block_hash is not None]
             self.uncomputed |= {(get_group_id(name), get_block_hash(name).hex()) for name in names}
         super()._preempt_request(request, *args, **more)  # type: ignore[misc]

@@ -18,6 +18,8 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -44,29 +46,40 @@ def model_config(max_model_len: int) -> ModelConfig:
 
 
 def cache_config(
-    groups: list[tuple[str, int | None]], num_blocks: int, page_size: int, *, state_tokens: int = 0
+    groups: list[tuple[str, int | None]],
+    num_blocks: int,
+    page_size: int,
+    *,
+    state_tokens: int = 0,
+    saves_inside: bool = False,
 ) -> KVCacheConfig:
     """Return the configuration of KV groups, each a kind and a span, in one memory of `num_blocks` blocks.
 
     `state_tokens`: the maximum number of tokens of a request; a group "state" keeps one state for all of them. Groups
-    "states" and "aligned" keep states as `mamba_cache_mode` "all" and "align".
+    "states" and "aligned" keep states as `mamba_cache_mode` "all" and "align". `saves_inside`: prefill saves states of
+    the latter inside chunks.
     """
     specs = [
-        KVCacheGroupSpec([f"layer.{place}"], _spec(kind, span, page_size, state_tokens))
+        KVCacheGroupSpec([f"layer.{place}"], _spec(kind, span, page_size, state_tokens, saves_inside))
         for place, (kind, span) in enumerate(groups)
     ]
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=specs)
 
 
-def _spec(kind: str, span: int | None, page_size: int, state_tokens: int) -> object:
+def _spec(kind: str, span: int | None, page_size: int, state_tokens: int, saves_inside: bool) -> object:
     common = {"block_size": page_size, "num_kv_heads": 1, "head_size": 16, "dtype": torch.bfloat16}
+    if kind == "latent":
+        return MLAAttentionSpec(**common)
+    if kind == "latent-window":
+        return SlidingWindowMLASpec(sliding_window=span, **common)
     if kind == "window":
         return SlidingWindowSpec(sliding_window=span, **common)
     if kind == "chunk":
         return ChunkedLocalAttentionSpec(attention_chunk_size=span, **common)
     if kind in ("states", "aligned"):
         mode = "all" if kind == "states" else "align"
-        return MambaSpec(block_size=page_size, shapes=((16,),), dtypes=(torch.float32,), mamba_cache_mode=mode)
+        more = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1} if saves_inside else {}
+        return MambaSpec(block_size=page_size, shapes=((16,),), dtypes=(torch.float32,), mamba_cache_mode=mode, **more)
     if kind == "state":
         return MambaSpec(block_size=state_tokens, shapes=((16,),), dtypes=(torch.float32,), mamba_cache_mode="none")
     return FullAttentionSpec(**common)

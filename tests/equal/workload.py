@@ -35,7 +35,7 @@ class Ask(msgspec.Struct):
     num_below: int = 0
     """The first pages of its tokens that a tier below the device has."""
     load_steps: int = 1
-    """The steps from the beginning of a load to the plan that knows its end."""
+    """The steps from the beginning of a load to the plan that knows its end; one more with asynchronous scheduling."""
     drafts: list[tuple[int, int]] = []
     """After each of its tokens: the tokens drafted next, and how many of them are right."""
     num_good: int = NEVER
@@ -86,11 +86,16 @@ class Workload(msgspec.Struct):
     asks: list[Any]
     groups: list[tuple[str, int | None]] = msgspec.field(default_factory=lambda: [FULL])
     policy: str = "fcfs"
+    has_ties: bool = False
+    """Whether requests of one step arrive at the same time; else each arrives after those before."""
     long_prefill_token_threshold: int = 0
+    prefill_schedule_interval: int = 1
     watermark: float = 0.0
     is_async: bool = False
     retention: int | None = None
     """vLLM's prefix_cache_retention_interval, in tokens."""
+    saves_inside: bool = False
+    """Whether prefill saves states inside chunks."""
     load_kv: LoadKv | None = None
     """How requests wait for loads from a tier below the device; None without such a tier."""
     num_draft_slots: int = 0
@@ -114,7 +119,7 @@ class Workload(msgspec.Struct):
     def num_blocks(self) -> int:
         """The blocks of a device."""
         if self.started is not None:
-            return int(self.started.num_blocks)
+            return int(self.started.start.num_blocks) - 1
         return self.num_pages * len(self.groups)
 
     @property
@@ -198,13 +203,39 @@ def draw_workload(row: str, seed: int, version: str = "0.32") -> Workload:
         for ask in asks:
             if draw.random() < 0.3:
                 ask.gives_up = ask.step + draw.randint(0, 40)
-    has_groups = row in ("groups", "groups-aborts", "published", "limited", "async-groups", "async-aborts")
-    if has_groups or row in ("aborts", "uncached", "priority", "async-priority", "async-limited"):
+    if row in TIED_ROWS:
+        workload.has_ties = True
+        workload.policy = "priority"
+        for ask in asks:
+            ask.priority = draw.choice([0, 0, 0, 1, 2])
+            ask.step -= ask.step % draw.choice([1, 1, 20])
+        asks.sort(key=lambda ask: ask.step)
+    has_groups = row in (
+        "cadence-groups",
+        "ties-groups",
+        "groups",
+        "groups-aborts",
+        "published",
+        "limited",
+        "async-groups",
+        "async-aborts",
+    )
+    if (has_groups and not workload.has_ties and row not in CADENCE_ROWS) or row in (
+        "aborts",
+        "uncached",
+        "priority",
+        "async-priority",
+        "async-limited",
+    ):
         workload.policy = "priority"
         for ask in asks:
             ask.priority = draw.randrange(3)
     if row in ("long-prefill", "limited", "async-limited"):
         workload.long_prefill_token_threshold = draw.choice([1, 2, page_size, 3 * page_size + 1, 8 * page_size])
+    if row in CADENCE_ROWS:
+        workload.prefill_schedule_interval = draw.choice([2, 3, 5, 12])
+        if draw.random() < 0.2:
+            workload.long_prefill_token_threshold = 3 * page_size + 1
     if row in ("watermark", "limited", "async-limited"):
         workload.watermark = draw.choice([0.01, 0.05, 0.2, 0.5])
     if row in ("drafts", "group-drafts"):
@@ -229,6 +260,10 @@ def draw_workload(row: str, seed: int, version: str = "0.32") -> Workload:
         add_states(workload, row, draw)
     elif row in RETENTION_ROWS:
         add_retention(workload, row, draw)
+    elif row in RETAINED_LOAD_ROWS:
+        draw_loads(workload, row, draw)
+        add_retention(workload, row, draw)
+        workload.is_async = draw.random() < 0.5
     elif row in SHIPPED_ROWS:
         start_shipped(workload, row, draw)
     elif row in ("window", "chunk", "async-window", "async-chunk"):
@@ -261,17 +296,23 @@ def draw_drafts(workload: Workload, draw: random.Random) -> None:
 
 def draw_loads(workload: Workload, row: str, draw: random.Random) -> None:
     """Let a tier have pages of most requests. In a row with failures, half of the loads bring fewer."""
-    workload.load_kv = "async" if "async" in row or row == "failed-loads" else "sync"
-    most_steps = draw.choice([1, 3, 12, 60])
+    workload.load_kv = "async" if "async" in row.removesuffix(":async") or row == "failed-loads" else "sync"
+    draw_below(workload, draw)
     for ask in workload.asks:
-        num_pages = (len(ask.prompt) + len(ask.output)) // workload.page_size
-        ask.num_below = draw.choice([0, draw.randint(0, num_pages), num_pages])
-        ask.load_steps = draw.randint(1, most_steps)
         if row == "failed-loads" and draw.random() < 0.5:
             ask.num_good = draw.choice([0, 0, 1, 2, 5])
     if workload.load_kv == "async" and row != "failed-loads":
         workload.watermark = draw.choice([0.0, 0.0, 0.05])
         workload.long_prefill_token_threshold = draw.choice([0, 0, 8 * workload.page_size])
+
+
+def draw_below(workload: Workload, draw: random.Random) -> None:
+    """Let a tier have pages of most requests, and draw the steps that loads take."""
+    most_steps = draw.choice([1, 3, 12, 60])
+    for ask in workload.asks:
+        num_pages = (len(ask.prompt) + len(ask.output)) // workload.page_size
+        ask.num_below = draw.choice([0, draw.randint(0, num_pages), num_pages])
+        ask.load_steps = draw.randint(1, most_steps)
 
 
 def add_states(workload: Workload, row: str, draw: random.Random) -> None:
@@ -289,7 +330,7 @@ def add_states(workload: Workload, row: str, draw: random.Random) -> None:
         workload.groups += [("chunk", page_size * draw.randint(1, 6)) for _ in range(draw.randint(0, 1))]
     if draw.random() < 0.2:
         workload.long_prefill_token_threshold = draw.choice([page_size, 3 * page_size + 1, 8 * page_size])
-    workload.is_async = row in ("states-all-async", "states-align-async")
+    workload.is_async = row in ("states-all-async", "states-align-async") or row.endswith(":async")
 
 
 def add_retention(workload: Workload, row: str, draw: random.Random) -> None:
@@ -306,11 +347,15 @@ def add_retention(workload: Workload, row: str, draw: random.Random) -> None:
         "states": [("aligned", None)] * draw.randint(1, 3),
         "states-windows": [("aligned", None)] * draw.randint(1, 2) + [*windows],
     }
-    groups = less[kinds]
+    workload.saves_inside = kinds.startswith("saved-")
+    groups = less[kinds.removeprefix("saved-").removeprefix("latent-")]
     if draw.random() < 0.3:
         draw.shuffle(groups)
     place = draw.choice([0, len(groups), draw.randint(0, len(groups))])
     workload.groups = [*groups[:place], FULL, *groups[place:]]
+    if kinds.startswith("latent-"):
+        kind_of = {"full": "latent", "window": "latent-window"}
+        workload.groups = [(kind_of[kind], span) for kind, span in workload.groups]
     if interval == "0":
         workload.retention = 0
     elif interval == "n" and any(kind != "chunk" for kind, _ in groups):
@@ -325,12 +370,15 @@ def start_shipped(workload: Workload, row: str, draw: random.Random) -> None:
     """Make `workload` one of a model on a device as a version of vLLM starts it, in a memory that is small for it."""
     from kvarts.sim.config import ReplayConfig
 
-    _, model, version = row.split(":")
+    _, model, *loads, version = row.split(":")
     given: dict[str, Any] = {"engine": f"vllm=={version}", "tensor_parallel": SHIPPED[model]}
     scale = 1 if model in LONG_BLOCKS else draw.choice([1, 4])
+    if model == DEEPSEEK_V4:
+        scale = 4  # a hit is a multiple of 256 tokens
+    num_alike = draw.choice([64, 100, 200])
     for ask in workload.asks:
         if model in LONG_BLOCKS:
-            ask.prompt = [token for token in ask.prompt[:60] for _ in range(draw.choice([1, 64, 100]))]
+            ask.prompt = [token for token in ask.prompt[:60] for _ in range(num_alike)][: draw.choice([NEVER, 3000])]
         ask.prompt *= scale
         ask.output = ask.output[:40]
     length = max(len(ask.prompt) + len(ask.output) for ask in workload.asks) + draw.choice([0, 1, 100])
@@ -342,6 +390,7 @@ def start_shipped(workload: Workload, row: str, draw: random.Random) -> None:
     for num_blocks in (*range(20, 400, 4), 1000, 4000):
         try:
             more = draw.choice([0, 1, 5, 30, 100])
+            more += 8 * (model in LONG_BLOCKS)  # kvarts refuses what could wait for ever for a further state
             started = ReplayConfig.for_device(model, "h100-80gb", pages=num_blocks + more, **given)
         except ConfigError as error:
             if "max seq len" not in str(error) and "exceeds" not in str(error):
@@ -352,32 +401,92 @@ def start_shipped(workload: Workload, row: str, draw: random.Random) -> None:
     workload.page_size = started.page_size
     workload.max_num_batched_tokens, workload.max_num_seqs = started.max_num_batched_tokens, started.max_num_seqs
     workload.groups = [(group.layer.kind, group.layer.span) for group in started.memory.groups]
+    workload.publishes = started.memory.hit_pages > 1 and draw.random() < 0.5
+    if loads:
+        workload.load_kv = draw.choice(["sync", "async"])
+        draw_below(workload, draw)
 
 
-LONG_BLOCKS = ("qwen3.5-27b",)
+LONG_BLOCKS = ("qwen3.5-27b", "nemotron-3-nano-30b-a3b")
 """Models whose blocks have hundreds of tokens."""
-SHIPPED = {"gpt-oss-20b": 1, "gemma-3-27b": 1, "llama-4-scout": 8, "qwen3.5-27b": 1}
+DEEPSEEK_V4 = "deepseek-ai/DeepSeek-V4-Flash"
+SHIPPED = {
+    "gpt-oss-20b": 1,
+    "gemma-3-27b": 1,
+    "gemma-4-31b": 1,
+    DEEPSEEK_V4: 4,
+    "llama-4-scout": 8,
+    "qwen3.5-27b": 1,
+    "nemotron-3-nano-30b-a3b": 1,
+}
 """Models, and the devices that they are split over."""
 SHIPPED_ROWS = {
     f"shipped:{model}:{version}": f"{model} as vLLM {version} starts it on an H100"
     for version in ("0.32", "0.33")
     for model in SHIPPED
-    if (model, version) != ("qwen3.5-27b", "0.33")
+} | {
+    f"shipped:{model}:loads:{version}": f"{model} as vLLM {version} starts it on an H100, with loads of a connector"
+    for version in ("0.32", "0.33")
+    for model in ("gpt-oss-20b", "gemma-3-27b", *LONG_BLOCKS)
 }
 RETENTION_ROWS = {
     f"retention:{interval}:{kinds}{suffix}": f"retention {interval}, {kinds.replace('-', ' and ')} next to a full "
     f"group{', asynchronous scheduling' if suffix else ''}"
     for interval in ("0", "none", "n")
-    for kinds in ("windows", "chunks", "states", "states-windows")
+    for kinds in (
+        "windows",
+        "chunks",
+        "states",
+        "states-windows",
+        "saved-states",
+        "saved-states-windows",
+        "latent-windows",
+    )
     for suffix in ("", ":async")
 }
+RETAINED_LOAD_ROWS = {
+    f"retention:{interval}:{kinds}:{loads}-loads": f"retention {interval}, {kinds.replace('-', ' and ')} next to a "
+    f"full group, {loads.replace('sync', 'synchronous')} loads of a connector, half with asynchronous scheduling"
+    for interval in ("0", "n")
+    for kinds in ("windows", "chunks", "states", "states-windows", "saved-states", "saved-states-windows")
+    for loads in ("sync", "async")
+}
 GIVEN_UP_LOAD_ROWS = ("group-loads-aborts", "async-group-loads-aborts")
-GROUP_LOAD_ROWS = ("group-loads", "async-group-loads", *GIVEN_UP_LOAD_ROWS)
-STATE_LOAD_ROWS = ("states-all-loads", "states-align-loads", "states-all-async-loads", "states-align-async-loads")
-LOAD_ROWS = ("loads", "async-loads", "failed-loads", *GROUP_LOAD_ROWS, *STATE_LOAD_ROWS)
+GROUP_LOAD_ROWS = (
+    "group-loads",
+    "group-loads:async",
+    "async-group-loads",
+    "async-group-loads:async",
+    *GIVEN_UP_LOAD_ROWS,
+)
+STATE_LOAD_ROWS = (
+    "states-all-loads",
+    "states-align-loads",
+    "states-all-async-loads",
+    "states-align-async-loads",
+    "states-align-loads:async",
+    "states-align-async-loads:async",
+)
+LOAD_ROWS = (
+    "loads",
+    "loads:async",
+    "async-loads",
+    "async-loads:async",
+    "failed-loads",
+    "tied-loads",
+    *GROUP_LOAD_ROWS,
+    *STATE_LOAD_ROWS,
+)
+CADENCE_ROWS = ("cadence", "cadence:async", "cadence-groups")
+"""Rows of vLLM 0.33: 0.32 has the option for ranks alone."""
+TIED_ROWS = ("ties", "ties:async", "ties-groups", "tied-loads")
 ROWS = {
     "full": "one full group, first come, first served",
     "priority": "three priorities",
+    "ties": "three priorities, requests that arrive at the same time, in vLLM's policy priority",
+    "ties:async": "the same with asynchronous scheduling",
+    "ties-groups": "the same as ties with several windows and chunks, everything kept",
+    "tied-loads": "the same as ties with synchronous loads of a connector",
     "window": "a window next to a full group, everything kept",
     "chunk": "chunks next to a full group, everything kept",
     "groups": "several windows and chunks next to a full group, everything kept, three priorities",
@@ -402,10 +511,14 @@ ROWS = {
     "drafts": "drafts of tokens, planned before prompts",
     "group-drafts": "the same, with several windows and chunks, everything kept",
     "loads": "synchronous loads of a connector",
+    "loads:async": "the same with asynchronous scheduling",
     "async-loads": "asynchronous loads of a connector, some with a watermark or a threshold",
+    "async-loads:async": "the same with asynchronous scheduling",
     "failed-loads": "asynchronous loads of a connector, of which half bring fewer pages",
     "group-loads": "synchronous loads of a connector, with several windows and chunks, everything kept",
+    "group-loads:async": "the same with asynchronous scheduling",
     "async-group-loads": "the same with asynchronous loads, some with a watermark or a threshold",
+    "async-group-loads:async": "the same with asynchronous scheduling",
     "group-loads-aborts": "synchronous loads with several windows and chunks, clients give up 3 of 10 requests",
     "async-group-loads-aborts": "the same with asynchronous loads, some with a watermark or a threshold",
     "states-all": "states after all pages (mamba_cache_mode all), half with windows, chunks and three priorities",
@@ -418,7 +531,13 @@ ROWS = {
     "states-all-async-loads": "states after all pages, asynchronous loads of a connector, some with a watermark or a "
     "threshold",
     "states-align-async-loads": "states at the ends of chunks, asynchronous loads of a connector, the same",
+    "states-align-loads:async": "states at the ends of chunks, synchronous loads, asynchronous scheduling",
+    "states-align-async-loads:async": "states at the ends of chunks, asynchronous loads, asynchronous scheduling",
+    "cadence": "prompts in one of some steps",
+    "cadence:async": "the same with asynchronous scheduling",
+    "cadence-groups": "the same as cadence with several windows and chunks, everything kept",
     **RETENTION_ROWS,
+    **RETAINED_LOAD_ROWS,
     **SHIPPED_ROWS,
 }
 

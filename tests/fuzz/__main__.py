@@ -27,9 +27,14 @@ from builders.calls import make_files
 
 OUTPUTS = ["--json", "--requests", "rows.jsonl"]
 READERS = ["--events", "events.jsonl", "--timeline", "timeline.json", "--html", "page.html"]
+RUN_DIR = "new"
+OF_A_RUN = (["verify", RUN_DIR], ["report", RUN_DIR], ["story", RUN_DIR], ["story", RUN_DIR, "--hits"])
+"""Commands that read the directory of a run."""
 CODES = (0, 2, 4, 5, 6)
 """Exit codes of lines whose files are there and can be written; 5 is a verdict, which a replay must not have."""
 MOST_VERIFIED = 8
+LONG_S = 2.0
+"""A line that takes more processor time is run once more, in a way that is drawn: so are others in the meantime."""
 MOST_CHANGES = 12
 """How often a line that is refused is changed."""
 
@@ -61,8 +66,9 @@ class Fuzzer:
             folder = Path(shutil.copytree(self._files.name, Path(name, "files")))
             write_trace(folder, rng)
             line = draw_line(rng)
+            outputs = OUTPUTS if line.words[0] == "replay" else []
             for _ in range(MOST_CHANGES):
-                ended = self.run(line.arguments, folder)
+                ended = self.run([*line.arguments, *outputs], folder)
                 self.judge(number, line, ended)
                 if ended.code != 2 or not mend(line, ended.err, rng):
                     break
@@ -71,7 +77,7 @@ class Fuzzer:
                 return
             self.counts["accepted"] += 1
             self.accepted |= {f"{line.words[0]} {name}" for name in line.names}
-            self.compare(number, line, folder, rng)
+            self.compare(number, line, ended, folder, rng)
 
     def run(self, arguments: list[str], folder: Path) -> Ended:
         """Run a line here."""
@@ -88,24 +94,30 @@ class Fuzzer:
         ):
             self.fail(number, line, f"was refused with {ended.err!r}, {ended.out[:100]!r} and {sorted(ended.files)}")
 
-    def compare(self, number: int, line: Line, folder: Path, rng: Random) -> None:
-        """Run an accepted line in all ways that must not differ."""
+    def compare(self, number: int, line: Line, first: Ended, folder: Path, rng: Random) -> None:
+        """Run an accepted line, which ended as `first`, in all ways that must not differ."""
         is_replay = line.words[0] == "replay"
         arguments = [*line.arguments, *(OUTPUTS if is_replay else ())]
-        first = self.run(arguments, folder)
-        self.judge(number, line, first)
-        ways: dict[str, Any] = {"again": lambda: self.run(arguments, folder)}
+        ways: dict[str, Any] = {}
+        if not is_replay or rng.random() < 0.25:  # the other ways are second runs as well
+            ways["again"] = lambda: self.run(arguments, folder)
         if is_replay:
             for name, more in (("in steps", ["--step-by-step"]), ("audited", ["--audit"]), ("read", READERS)):
                 ways[name] = lambda more=more: self.run([*arguments, *more], folder)
+            if rng.random() < 0.3:
+                ways["kept"] = lambda: self.run([*arguments, "--run-dir", RUN_DIR], folder)
         if self._compiled is not None:
             ways["compiled"] = lambda: self._compiled and self._compiled.run(arguments, folder)
         if rng.random() < self._processes:
             ways["in a process"] = lambda: run_process(arguments, folder)
+        if first.busy_s > LONG_S:
+            self.counts["long"] += 1
+            name = rng.choice(sorted(ways))
+            ways = {name: ways[name]}
         for name, run in ways.items():
             other: Ended = run()
             self.counts[name] += 1
-            if name in ("audited", "read") and other.code == 2:
+            if name in ("audited", "read", "kept") and other.code == 2:
                 self.counts[f"{name}: refused"] += 1
                 continue
             if (other.code, other.out) != (first.code, first.out):
@@ -118,6 +130,8 @@ class Fuzzer:
                 self.fail(number, line, f"{name}: other files")
             elif name == "read":
                 self.verify(number, line, other, folder)
+            elif name == "kept":
+                self.read_run(number, line, other, folder)
         if is_replay and first.code in (0, 6):
             for problem in problems(first):
                 self.fail(number, line, problem)
@@ -130,6 +144,27 @@ class Fuzzer:
             verdict = self.run(["verify", path], folder)
             if verdict.code not in (0, 6):
                 self.fail(number, line, f"verify {path}: {verdict.out.decode()[-600:]}{verdict.err[-300:]}")
+
+    def read_run(self, number: int, line: Line, ended: Ended, folder: Path) -> None:
+        """Read the directory of a run, which has what was printed and written outside, with each command that can."""
+        for path, data in sorted(ended.files.items()):
+            if path.partition("/")[0] == RUN_DIR:
+                if data is None:
+                    (folder / path).mkdir()
+                else:
+                    (folder / path).write_bytes(data)
+        if ended.files[f"{RUN_DIR}/report.json"] != ended.out:
+            self.fail(number, line, "kept: the report of the directory is not what was printed")
+        rows = ended.files.get("rows.jsonl")
+        if rows is not None and ended.files[f"{RUN_DIR}/requests.jsonl"] != rows:
+            self.fail(number, line, "kept: the rows of the directory are not those of --requests")
+        first = [json.loads(row)["request_id"] for row in (rows or b"").splitlines()[:1]]
+        for words in (*OF_A_RUN, *(["story", RUN_DIR, "--request", each] for each in first)):
+            read = self.run(words, folder)
+            self.counts[f"kept: {words[0]}"] += 1
+            self.judge(number, Line(words), read)
+            if read.code not in (0, 2, 6) or (words[0] != "story" and read.code == 2):
+                self.fail(number, line, f"{' '.join(words)}: {read.code} {read.err[-300:]}")
 
     def fail(self, number: int, line: Line, what: str) -> None:
         """Keep and print a failure."""

@@ -34,6 +34,7 @@ def broken_laws(report: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Itera
     for name in ("num_completed", "num_preemptions", "num_steps"):
         if sum(replica[name] for replica in report["replicas"]) != report[name]:
             yield f"{name} is not that of its replicas"
+    yield from _of_parts(report, rows)
     for name in ("prefix_hit_ratio", "peak_used_pct", "mean_used_pct", "busy_pct"):
         if not -1e-9 <= (report[name] or 0) <= 1 + 1e-9:
             yield f"{name} is {report[name]}"
@@ -43,6 +44,28 @@ def broken_laws(report: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Itera
             yield f"{row['request_id']} stands after {earlier['request_id']} and arrived before it"
     for row in rows:
         yield from _of_row(row, report["config"].get("profile"))
+
+
+def _of_parts(report: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Cancelled requests and the counts of pools are sums, too."""
+    gave_up = [row for row in rows if row["status"] == "cancelled"]
+    sums = {
+        "before_admission": sum(row["first_admitted_ms"] is None for row in gave_up),
+        "before_first_token": sum(row["first_token_ms"] is None for row in gave_up),
+        "output_tokens": sum(row["output_tokens"] for row in gave_up),
+    }
+    for name, total in sums.items():
+        if (stated := report.get("cancelled", {}).get(name, 0)) != total:
+            yield f"{name} of cancelled requests is {stated}, and that of their rows {total}"
+    fleet = report.get("fleet")
+    if fleet is None:
+        return
+    if sum(pool["num_preemptions"] for pool in fleet["pools"]) != report["num_preemptions"]:
+        yield "num_preemptions is not that of its pools"
+    if sorted(place for pool in fleet["pools"] for place in pool["replicas"]) != list(range(len(report["replicas"]))):
+        yield "a worker is in no pool, or in two"
+    if fleet["transferred_bytes"] != sum(row.get("transferred_bytes", 0) for row in rows):
+        yield f"transferred_bytes is {fleet['transferred_bytes']}, and that of its rows another"
 
 
 def _latencies(report: dict[str, Any], done: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -13,7 +13,7 @@ import click
 from kvarts.base.settings import INLINE, Setting, inline_settings, value_kind
 from kvarts.cli.options import role_of
 from kvarts.cli.replaying import all_sections
-from kvarts.plan.league import ALL_POLICIES
+from kvarts.sim.eviction import ALL_POLICIES
 from kvarts.sim.routers.policies import POLICIES
 
 from builders.calls import CALLS, commands
@@ -39,6 +39,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     "--set scaling.policy": ("script,0s=2:1,0.05s=1:3", "queue,target=1,every=0.03s,stable=0.1s", "llm-d,every=0.04s",
     "kv,target=40,every=0.05s", "dynamo,context=20,every=0.03s", "llm-d-v2,every=0.02s,most=3"),
     "--set faults.script": ("down:1=0.01s-0.05s", "cut:1=0.02s", "slow:1:10=0s-1s"),
+    "--engine": ("none", "vllm", "vllm==0.32", "vllm==0.33", "vllm==0.19", "sglang", "sglang==0.5.12", "tensorrt-llm"),
+    "--set prefix_cache_retention_interval": ("none", "0", "16", "64"),
     "--set health": ("a=dead@0.05", "b=degraded@0.02"), "--trace": ("a=trace.jsonl", "b=talks.jsonl"),
     "DTYPE": ("auto", "fp8", "bf16", "int8"), "SIZE": ("1MiB", "40MiB", "1GiB", "20GiB", "auto", "123456789"),
     "RATE": ("1GB/s", "50GB/s", "10MB/s"), "TIME": ("0", "5ms", "0.05s"), "PRICE": ("2.5", "host=1"),
@@ -179,11 +181,12 @@ def write_trace(folder: Path, rng: Random) -> None:
     """Write random traces of a few requests that share prefixes: trace.jsonl, talks.jsonl with sessions, plain.csv."""
     block = 512
     for name, has_sessions in (("trace.jsonl", False), ("talks.jsonl", True)):
-        rows = []
+        rows: list[str] = []
+        is_odd = rng.random() < 0.3  # fractions, pauses, identical rows, names and longer answers
         ages: dict[str, list[int]] = {}
-        arrival = 0
+        arrival: float = 0
         for index in range(rng.randrange(1, 14)):
-            arrival += rng.choice([0, 0, 1, 10, 200])
+            arrival += rng.choice([0, 0, 1, 10, 200, *((0.25, 3e5) if is_odd else ())])
             row: dict[str, object] = {"timestamp": arrival}
             ids = [rng.randrange(3) for _ in range(rng.randrange(3))]
             if has_sessions:
@@ -194,6 +197,12 @@ def write_trace(folder: Path, rng: Random) -> None:
             last = rng.randrange(1, block + 1)
             row |= {"input_length": len(ids) * block + last, "output_length": rng.choice([1, 2, 20, 90, 400])}
             row["hash_ids"] = [*ids, 100 + index]
+            if is_odd and rows and rng.random() < 0.2:
+                row |= {name: json.loads(rows[-1])[name] for name in ("input_length", "hash_ids")}
+            if is_odd and rng.random() < 0.2:
+                row |= {"request_id": rng.choice([f"r{index}", f"a b\n{index}", f"'{index}", f"\u202e{index}"])}
+            if is_odd and rng.random() < 0.05:
+                row["output_length"] = rng.choice([0, 1500])
             if rng.random() < 0.15:
                 row["priority"] = rng.randrange(-2, 3)
             if rng.random() < 0.1:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -35,12 +36,16 @@ class LateError(BaseException):
 
 @dataclass(frozen=True)
 class Ended:
-    """How a line ended: exit code, standard output and error, and the files that it wrote, by their paths."""
+    """How a line ended: exit code, standard output and error, and the files that it wrote, by their paths.
+
+    `busy_s`: the processor time that it took here.
+    """
 
     code: int
     out: bytes
     err: str
     files: dict[str, bytes | None]
+    busy_s: float = 0.0
 
 
 def run_here(arguments: Sequence[str], folder: Path) -> Ended:
@@ -48,7 +53,7 @@ def run_here(arguments: Sequence[str], folder: Path) -> Ended:
     with _copy(folder) as place:
         before = snapshot(place)
         out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
-        home, argv = Path.cwd(), sys.argv
+        home, argv, begin_s = Path.cwd(), sys.argv, time.process_time()
         os.chdir(place)
         sys.argv = ["kvarts", *arguments]
         signal.signal(signal.SIGPROF, _late)
@@ -63,7 +68,8 @@ def run_here(arguments: Sequence[str], folder: Path) -> Ended:
             signal.setitimer(signal.ITIMER_PROF, 0)
             sys.argv = argv
             os.chdir(home)
-        return Ended(code, _bytes(out), _bytes(err).decode(), _written(before, place))
+        busy_s = time.process_time() - begin_s
+        return Ended(code, _bytes(out), _bytes(err).decode(), _written(before, place), busy_s)
 
 
 def run_process(arguments: Sequence[str], folder: Path) -> Ended:

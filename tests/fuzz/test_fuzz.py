@@ -38,6 +38,11 @@ def outputs(tmp_path: Path, kvarts: Callable[..., tuple[int, str, str]]) -> tupl
     return json.loads(out), [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
 
 
+def fleet(**changes: Any) -> dict[str, Any]:
+    """The report of a fleet with one pool."""
+    return {"pools": [{"num_preemptions": 0, "replicas": [0], **changes}], "transferred_bytes": 0}
+
+
 DAMAGES: dict[str, Callable[[dict[str, Any], list[dict[str, Any]]], object]] = {
     "num_preemptions is": lambda report, rows: rows[0].update(preemptions=1, admissions=2),
     "num_output_tokens is": lambda report, rows: report.update(num_output_tokens=1),
@@ -49,6 +54,10 @@ DAMAGES: dict[str, Callable[[dict[str, Any], list[dict[str, Any]]], object]] = {
     "hits by tier": lambda report, rows: report["num_cached_tokens_by_tier"].update(device=1),
     "not that of its replicas": lambda report, rows: report["replicas"][0].update(num_steps=0),
     "busy_pct is": lambda report, rows: report.update(busy_pct=1.5),
+    "of cancelled requests is": lambda report, rows: report.update(cancelled={"before_first_token": 1}),
+    "not that of its pools": lambda report, rows: report.update(fleet=fleet(num_preemptions=5)),
+    "in no pool, or in two": lambda report, rows: report.update(fleet=fleet(replicas=[])),
+    "transferred_bytes is": lambda report, rows: report.update(fleet={**fleet(), "transferred_bytes": 7}),
     "without a token, a time": lambda report, rows: rows[0].update(last_token_ms=None),
 }
 

@@ -13,7 +13,7 @@ ROWS = [
     for line in (ROOT / "tests" / "laws.md").read_text().splitlines()
     if line.startswith("| L")
 ]
-LAWS = [f"L{number}" for number in range(1, 17)]
+LAWS = [f"L{number}" for number in range(1, 18)]
 
 
 def files_in(cell: str) -> list[Path]:

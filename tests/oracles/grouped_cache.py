@@ -192,12 +192,12 @@ class GroupedCache(PartPool):
     def extend(self, table: GroupedTable, num_tokens: int, *, is_end: bool = False) -> None:
         """Take what tokens up to `num_tokens` need, and make the pages that they fill findable.
 
-        `is_end`: see `advance`; a snapshot is made at the last page end up to there, on the way.
+        `is_end`: see `advance`; a snapshot is made at the last page end before its last token, on the way.
         """
-        page_end = num_tokens - num_tokens % self.page_size
+        page_end = (num_tokens - 1) // self.page_size * self.page_size
         if any(group.is_state for group in self.groups):
             self._take_for(table, num_tokens)  # all its pages first: they evict no snapshot of its own
-        if is_end and page_end != num_tokens and page_end > table.num_tokens:
+        if is_end and page_end > table.num_tokens:
             self._grow(table, page_end - table.num_tokens, is_end, is_midway=True)
         self._grow(table, num_tokens - table.num_tokens, is_end)
 

@@ -133,6 +133,7 @@ class NaiveEngine:
         # how many there are, nor who arrived during it.
         self.joins_late = plans_ahead
         self.plans_ahead = plans_ahead and profile == "default"
+        self.names_at_turns = False  # pages that decodes fill are named before the next decode takes its pages
         self.held_up: list[NaiveRequest] = []  # decodes that computed nothing when one before them preempted itself
         self.joining: list[NaiveRequest] = []
         self.leaving: list[NaiveRequest] = []  # they are dropped when the next step is planned
@@ -210,13 +211,16 @@ class NaiveEngine:
 
     def compute(self, request: NaiveRequest, upto: int) -> None:
         """Computes tokens up to `upto`; full pages become findable at once."""
+        self.count_computed(request, upto)
+        self.name_pages(request, min(upto, request.read) if self.plans_ahead else upto)
+
+    def count_computed(self, request: NaiveRequest, upto: int) -> None:
         request.recomputed_tokens += max(0, min(upto, request.furthest) - request.computed)
         start = max(request.furthest, request.computed)
         request.computed_first += max(0, upto - start)
         request.cancelled_prompt_tokens += max(0, min(upto, len(request.tokens)) - start)
         request.furthest = max(request.furthest, upto)
         request.computed = upto
-        self.name_pages(request, min(upto, request.read) if self.plans_ahead else upto)
 
     def name_pages(self, request: NaiveRequest, num_tokens: int) -> None:
         for index in range(num_tokens // self.page_size):
@@ -425,7 +429,8 @@ class NaiveEngine:
 
     def is_in_order(self) -> bool:
         """Whether nobody is preempted for somebody who was admitted later."""
-        return self.running == sorted(self.running, key=lambda r: (-r.priority, r.seniority))
+        has_ranks = self.profile == "default"  # the mocker preempts whoever came last
+        return self.running == sorted(self.running, key=lambda r: (-r.priority if has_ranks else 0, r.seniority))
 
     def compute_given(self, took: dict[int, tuple[NaiveRequest, int]], before: dict[int, int]) -> None:
         """Whoever still runs computes what it was given; a victim's share is never computed."""
@@ -465,7 +470,7 @@ class NaiveEngine:
             want += self.num_drafted(request)
             need = self.pages_for(request.computed + want) - len(request.pages)
             has_chunk = has_chunk or not request.decodes or request in self.held_up
-            if has_chunk and self.is_in_order():
+            if (has_chunk or self.names_at_turns) and self.is_in_order():
                 self.compute_given(took, before)  # of equal pages theirs come first
             while need > self.num_free() and not self.others_preempt_for(request, need):
                 mark = self.higher(mark)
@@ -557,7 +562,7 @@ class NaiveEngine:
         for request in list(self.running):
             if request.seq in before and request.computed == request.known:
                 num_right = self.num_right(request)
-                request.computed += num_right
+                self.count_computed(request, request.computed + num_right)
                 request.made += 1 + num_right
                 request.decodes = True
                 request.token_times_ns.append(end_ns)

@@ -18,6 +18,7 @@ class NaiveDraftEngine(NaiveEngine):
         self.drafts = drafts
         self.planned: dict[int, tuple[int, int]] = {}
         self.has_prefills = self.has_running = False
+        self.names_at_turns = True
 
     def num_drafted(self, request: NaiveRequest) -> int:
         if not request.decodes:

@@ -168,18 +168,12 @@ class NaiveGroupEngine(NaiveEngine):
     def tokens_of(self, request: NaiveRequest, count: int) -> list[Any]:
         return [request.token(index) for index in range(count)]
 
-    def count_computed(self, request: NaiveRequest, upto: int) -> None:
-        request.recomputed_tokens += max(0, min(upto, request.furthest) - request.computed)
-        request.computed_first += max(0, upto - max(request.furthest, request.computed))
-        request.furthest = max(request.furthest, upto)
-        request.computed = upto
-
     def compute_chunk(self, request: NaiveRequest, want: int) -> None:
         sequence = self.sequences[request.seq]
         end = request.computed + want
         sequence.tokens[:] = self.tokens_of(request, end)
         is_last = end == request.known and request.seq not in self.continued
-        page_end = end - end % self.page_size
+        page_end = (end - is_last) // self.page_size * self.page_size  # where the same prompt resumes
         branch = self.branches.get(request.seq, 0)
         self.take_pages_of(request, want)  # all at once, as in vLLM: none is taken from a snapshot that it makes
         if request.computed < branch < end:
@@ -400,8 +394,8 @@ class NaiveGroupEngine(NaiveEngine):
         joined: set[int] = set()
         for request in list(self.running):
             if request.seq in before and request.computed == request.known:
-                if num_right := self.num_right(request):
-                    self.count_computed(request, request.computed + num_right)
+                num_right = self.num_right(request)
+                self.count_computed(request, request.computed + num_right)
                 request.made += 1 + num_right
                 if request.seq not in self.decoding:
                     joined.add(request.seq)

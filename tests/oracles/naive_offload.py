@@ -104,7 +104,7 @@ class NaiveOffloadEngine(NaiveEngine):
         self.turns: list[NaiveTransfer] = []  # loads without places that have ended, and whose requests do not run
         self.turned: set[int] = set()  # requests that had a turn, and not enough memory
         self.retried: NaiveRequest | None = None  # its load brought nothing
-        self.is_lazy = policy == "lazy"
+        self.is_lazy, self.is_exclusive = policy != "eager", policy == "exclusive"
         self.target_free = min(target_free, sum(tiers))
         self.page_bytes, self.rates, self.latency_ns = page_bytes, rates, latency_ns
         self.full_prompt_hits, self.fail_every = full_prompt_hits, fail_every
@@ -129,6 +129,8 @@ class NaiveOffloadEngine(NaiveEngine):
         self.failed: set[Name] = set()
         self.computed_now: list[tuple[NaiveRequest, int]] = []
         self.spills: list[list[Name]] = [[] for _ in range(max(1, len(tiers) - 1))]
+        self.changed: set[int] = set()  # places of tiers that may evict other pages next: an exclusive tier's spills
+        self.grown: list[Name] = []  # pages that the device has again, or for the first time
         self.loading: list[NaiveRequest] = []
         self.early: list[NaiveTransfer] = []  # those that the step may use
         self.leading: list[NaiveTransfer] = []  # loads whose pages cannot be found yet
@@ -318,6 +320,8 @@ class NaiveOffloadEngine(NaiveEngine):
         page = request.pages[index]
         page.name = self.name_of(request, index)
         self.index.setdefault(page.name, []).append(page)
+        if len(self.index[page.name]) == 1:
+            self.grown.append(page.name)
 
     def is_known(self, request: NaiveRequest, index: int) -> bool:
         end = (index + 1) * self.page_size
@@ -326,11 +330,8 @@ class NaiveOffloadEngine(NaiveEngine):
     def compute(self, request: NaiveRequest, upto: int) -> None:
         """As in the naive engine, but a page of unknown tokens gets its name when its request lets go of it: until then
         nobody could look for it, and it must not count as something that can be lost."""
-        request.recomputed_tokens += max(0, min(upto, request.furthest) - request.computed)
-        request.computed_first += max(0, upto - max(request.furthest, request.computed))
-        request.furthest = max(request.furthest, upto)
         first_new = request.computed // self.page_size
-        request.computed = upto
+        self.count_computed(request, upto)
         for index in range(first_new, upto // self.page_size):
             if request.pages[index].name is None and self.is_known(request, index):
                 self.give_name(request, index)
@@ -345,13 +346,20 @@ class NaiveOffloadEngine(NaiveEngine):
         """The device has pages again that a tier had all along."""
         if not self.is_lazy:
             return
+        grown, self.grown = self.grown, []
+        for tier in self.tiers if self.is_exclusive else ():
+            if tier.num_empty < self.target_free:
+                for name in grown:
+                    if tier.is_stored(name):
+                        tier.move_out(name)
         for page in request.pages:
             if page.name is not None and page.name not in self.below and self.is_below(page.name):
                 self.below.add(page.name)  # type: ignore[arg-type]
         self.settle_lists()
 
     def is_below(self, name: Any) -> bool:
-        return any(tier.is_stored(name) for tier in self.tiers)
+        """Whether the device can lose it: of exclusive tiers only the first counts, as all pages pass through it."""
+        return any(tier.is_stored(name) for tier in self.tiers[: 1 if self.is_exclusive else None])
 
     def unmark_removed(self) -> None:
         gone = {name for name in self.below if not self.is_below(name)}
@@ -370,6 +378,7 @@ class NaiveOffloadEngine(NaiveEngine):
             or self.turns
             or self.transfers
             or any(self.spills)
+            or any(place not in self.is_behind for place in self.changed)
             or (self.wanted and not self.is_stuck)
             or (self.has_left and self.is_lazy and not self.is_stuck)
             or self.following
@@ -542,6 +551,8 @@ class NaiveOffloadEngine(NaiveEngine):
         if stores:
             num_pages = sum(len(placement.new) for _, placement in stores)
             self.begin(NaiveTransfer(-1, self.lane(self.write_lane(0), num_pages), "store", stores, held))
+            if self.is_exclusive and len(self.tiers) > 1:
+                self.changed.add(0)
         self.plan_spills()
 
     def place(self, sequence: list[Name], start: int, room: int) -> tuple[list[Name], NaivePlacement] | None:
@@ -623,8 +634,61 @@ class NaiveOffloadEngine(NaiveEngine):
 
     def plan_spills(self) -> None:
         for place in range(len(self.tiers) - 1):
-            if self.spills[place] and place not in self.is_behind:
+            if place not in self.is_behind and self.spills[place]:
                 self.plan_spill(place)
+            if place not in self.is_behind and place in self.changed:
+                self.plan_late_spill(place)
+
+    def next_spills(self, place: int) -> list[list[Name]]:
+        """What a tier evicts next, as far as the target reaches and the tier below has not got it."""
+        upper, lower = self.tiers[place : place + 2]
+        num_left = min(self.target_free, upper.num_pages, lower.num_pages) - upper.num_empty
+        runs: list[list[Name]] = []
+        for entry in upper.recency[: max(0, num_left)]:
+            name: Any = entry.name
+            if not is_shared(name) or lower.has(name):
+                continue
+            if runs and runs[-1][0].before is name:  # type: ignore[attr-defined]
+                runs[-1].insert(0, name)
+            else:
+                runs.append([name])
+        return runs
+
+    def plan_late_spill(self, place: int) -> None:
+        """An exclusive tier's next evictions go to the tier below, the deepest pages first."""
+        upper, lower = self.tiers[place : place + 2]
+        self.changed.discard(place)
+        stores, sources = [], []
+        room = self.room(self.write_lane(place + 1))
+        for run in self.next_spills(place):
+            names = run[-1].chain()  # type: ignore[attr-defined]
+            start = len(names) - len(run)
+            if room and not self.is_reached(names[:start], place + 1):
+                continue
+            placement = lower.place(names, start, deepest_first=True, limit=room) if room else None
+            self.after_host()
+            if placement is not None:
+                stores.append((names, placement))
+                sources.append(upper.pin(placement.names))
+                room -= len(placement.new)
+            if not room:
+                self.is_behind.add(place)
+                self.changed.add(place)
+                break
+        self.unmark_removed()
+        if stores:
+            end_ns = self.lane(self.write_lane(place + 1), sum(len(placement.new) for _, placement in stores))
+            self.begin(NaiveTransfer(-1, end_ns, "spill", stores, [], sources, place=place))
+            if place + 2 < len(self.tiers):
+                self.changed.add(place + 1)
+
+    def is_reached(self, names: list[Name], place: int) -> bool:
+        """Whether a request that looks on the device, and then in tier after tier, finds all of these pages."""
+        position = 0
+        for has in (self.index.__contains__, *(tier.is_stored for tier in self.tiers[: place + 1])):
+            while position < len(names) and has(names[position]):
+                position += 1
+        return position == len(names)
 
     def plan_spill(self, place: int) -> None:
         host, disk = self.tiers[place : place + 2]
@@ -645,6 +709,7 @@ class NaiveOffloadEngine(NaiveEngine):
             if here and room:
                 names = here[-1].chain()
                 placement = disk.place(names, len(names) - len(here), limit=room)
+                self.after_host()
                 if placement is not None:
                     stores.append((names, placement))
                     sources.append(host.pin(placement.names))
@@ -685,10 +750,16 @@ class NaiveOffloadEngine(NaiveEngine):
         tier = self.tiers[place]
         for _, placement in transfer.stores:
             tier.settle(placement, is_stored=is_good)
-            if is_good and place < len(self.tiers) - 1:
+            if self.is_exclusive:
+                pass
+            elif is_good and place < len(self.tiers) - 1:
                 self.spills[place] += [
                     entry.name for entry in placement.new if entry.state == "stored" and is_shared(entry.name)
                 ]
+        if self.is_exclusive and is_good:
+            self.changed |= {each for each in (place - 1, place) if 0 <= each < len(self.tiers) - 1}
+        elif self.is_exclusive and transfer.kind == "spill":
+            self.changed.discard(transfer.place)  # it would be begun, and fail, for ever
         for entries in transfer.sources:
             self.tiers[transfer.place].unpin(entries)
         if transfer.kind == "spill" and not is_good:
@@ -1025,6 +1096,8 @@ class NaiveOffloadEngine(NaiveEngine):
             tier.touch(entries)
             tier.unpin(entries)
             self.after_host()
+            if self.is_exclusive and self.place_of(tier) < len(self.tiers) - 1:
+                self.changed.add(self.place_of(tier))
         self.unmark_removed()
         if transfer in self.leading:  # else its request has begun to run
             transfer.result = good_end, by_tier

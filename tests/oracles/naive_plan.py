@@ -70,31 +70,20 @@ def best_of_all(requests: list[NaiveRequest], num_pages: int) -> int:
         after: dict[frozenset[Page], int] = {}
         for cached, hits in best.items():
             found = hits + num_found(request, cached)
-            for kept in closed_subsets(cached | own, num_pages):
+            for kept in subsets(cached | own, num_pages):
                 if len(kept - own) <= room and after.get(kept, -1) < found:
                     after[kept] = found
         best = after
     return max(best.values())
 
 
-def closed_subsets(pages: frozenset[Page], num_pages: int) -> list[frozenset[Page]]:
-    """Sets of at most `num_pages` of these, each page with all that come before it."""
+def subsets(pages: frozenset[Page], num_pages: int) -> list[frozenset[Page]]:
+    """Sets of at most `num_pages` of these. A page may stay without one before it, and is found when that is back."""
     return [
         frozenset(kept)
         for size in range(min(num_pages, len(pages)) + 1)
         for kept in combinations(sorted(pages, key=repr), size)
-        if is_closed(kept, pages)
     ]
-
-
-def is_closed(kept: tuple[Page, ...], pages: frozenset[Page]) -> bool:
-    chosen = set(kept)
-    return all(
-        before in chosen
-        for tenant, tokens in kept
-        for before in pages
-        if before[0] == tenant and len(before[1]) < len(tokens) and tokens[: len(before[1])] == before[1]
-    )
 
 
 Part = tuple[int, Page]

@@ -378,6 +378,7 @@ class NaiveLane:
         slice_start = dict.fromkeys(tenants, Fraction(0))
         waiting_for_turn = list(tenants)
         were_able: list[NaiveTenant] = []
+        tried: list[NaiveTenant] = []  # they waited for pages of others, and did not get enough
 
         def arrive(until: int) -> None:
             while any(requests and requests[0].arrival_ns <= until for requests in pending):
@@ -393,11 +394,12 @@ class NaiveLane:
                     began = last_start if were_able else now
                     slice_start[tenant] = max(slice_start[tenant], Fraction(began))
             were_able = able
+            able = [tenant for tenant in able if tenant not in tried]
             if not able:
                 times = [requests[0].arrival_ns for requests in pending if requests]
                 if not times:
                     break
-                now = min(times)
+                now, tried = min(times), []
                 continue
             behind = [tenant for tenant in able if slice_start[tenant] <= now]
             if behind:
@@ -407,9 +409,11 @@ class NaiveLane:
             waiting_for_turn.remove(tenant)
             waiting_for_turn.append(tenant)
             last_start = now
-            num_steps = len(tenant.steps)
+            num_steps, was_stalled = len(tenant.steps), tenant.is_stalled()
             end = tenant.turn(now, device.total_tokens, arrive)
-            if len(tenant.steps) > num_steps:  # a turn in which nothing was done leaves the slice as it was
+            has_stepped = len(tenant.steps) > num_steps
+            tried = [*tried, tenant] if was_stalled and not has_stepped else []
+            if has_stepped:  # a turn in which nothing was done leaves the slice as it was
                 slice_start[tenant] = min(slice_start[tenant], Fraction(now)) + (end - now) / shares[tenant]
             now = end
         assert not any(tenant.has_work() for tenant in tenants)

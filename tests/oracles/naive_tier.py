@@ -141,6 +141,17 @@ class NaiveTier:
             self.evicted.append(name)
             self.removed.append(name)
 
+    def move_out(self, name: Name) -> bool:
+        """Release a page that the device has, unless it is pinned; later pages stay."""
+        entry = self.entries[name]
+        if entry.state != "stored" or entry.pins:
+            return False
+        self.recency.remove(entry)
+        del self.entries[name]
+        self.num_empty += 1
+        self.removed.append(name)
+        return True
+
     def settle(self, placement: NaivePlacement, *, is_stored: bool) -> None:
         for entry in placement.new:
             if entry.state == "coming" and is_stored:

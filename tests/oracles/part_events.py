@@ -51,7 +51,7 @@ class PartEvents:
         self._last = name
 
     def told(self) -> None:
-        """Emit of what came and went since the last call, before anything else is told."""
+        """Emit the events of parts that came or went since the last call, before any other event."""
         self._emit_gone()
         if self._by is None:
             return
@@ -68,7 +68,7 @@ class PartEvents:
         self._by = None
 
     def given_back(self, content: Content, group: int, pages: Sequence[int]) -> None:
-        """Emit that a running request gives back its parts of pages, in their order."""
+        """Emit the event that a running request releases its parts of pages, in their order."""
         end = len(pages)
         for index in range(end - 1, -1, -1):
             if not index or pages[index - 1] != pages[index] - 1:

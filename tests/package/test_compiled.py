@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
+import inspect
 import os
+import pickle
 import sys
 import tomllib
 import traceback
 from collections.abc import Callable
+from copy import copy, deepcopy
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
 import pytest
 
-from kvarts import __version__
-from kvarts.core.kv.eviction import BaseOrder, LruOrder
+from kvarts import ConfigError, __version__
+from kvarts.base.user_code import CopiesOf
+from kvarts.core.content import NOTHING
+from kvarts.core.kv.eviction import BaseOrder, LruOrder, Node
 from kvarts.core.kv.pool import CountPool, PageError
-from kvarts.core.sched.policy import PriorityPolicy
+from kvarts.core.sched.policy import ArrivalPolicy, PriorityPolicy
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -60,9 +68,60 @@ def test_a_traceback_names_file_and_line() -> None:
     assert "pages asked for" in lines[frame.lineno - 1]
 
 
-@pytest.mark.parametrize("base", [BaseOrder, LruOrder, PriorityPolicy])
-def test_orders_and_policies_can_be_subclassed(base: type) -> None:
-    class Own(base):  # type: ignore[misc]
-        pass
+class OwnOrder(BaseOrder):
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
 
-    assert isinstance(Own(), base)
+
+class OwnLru(LruOrder):
+    __slots__ = ("depth",)
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.depth = depth
+
+
+class OwnPriority(PriorityPolicy):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.depth = depth
+
+
+class OwnArrival(ArrivalPolicy):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.depth = depth
+
+
+@pytest.mark.parametrize("own", [OwnOrder, OwnLru, OwnPriority, OwnArrival])
+@pytest.mark.parametrize("copied", [deepcopy, copy, lambda made: pickle.loads(pickle.dumps(made))])
+def test_orders_and_policies_can_be_subclassed_and_copied(own: type[Any], copied: Callable[[Any], Any]) -> None:
+    made = own(3)
+    found = copied(made)
+    assert type(found) is own and found is not made and found.depth == 3
+    assert own is OwnOrder or list(found) == []
+
+
+def test_a_copy_of_an_order_lists_no_runs() -> None:
+    order = LruOrder()
+    order.released([Node(NOTHING, b"", 0, 1, 0, None)])
+    found = deepcopy(order)
+    assert (len(list(order)), len(list(found))) == (1, 0)
+    found.released([Node(NOTHING, b"", 1, 2, 0, None)])
+    assert [node.start for each in (order, found) for node in each] == [0, 1]
+
+
+def test_an_object_that_cannot_be_copied_is_an_error() -> None:
+    made = OwnOrder(3)
+    made.depth = Lock()  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="an object of OwnOrder cannot be copied: cannot pickle"):
+        CopiesOf(made)()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_classes_have_their_docstrings(name: str) -> None:
+    module = import_module(name)
+    tree = ast.parse(Path(str(files("kvarts"))).joinpath(*name.split(".")[1:]).with_suffix(".py").read_text())
+    classes = [each for each in tree.body if isinstance(each, ast.ClassDef)]
+    found = {each.name: inspect.getdoc(getattr(module, each.name)) for each in classes}
+    assert found == {each.name: ast.get_docstring(each) for each in classes}

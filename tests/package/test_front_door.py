@@ -2,78 +2,51 @@
 
 from __future__ import annotations
 
+import doctest
+import inspect
+import re
 import subprocess
 import sys
+from importlib import import_module
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 
 import kvarts
 
 NAMES = (
-    "AuditError",
-    "Auditor",
-    "Calibration",
     "ConfigError",
-    "Content",
-    "CountPool",
-    "EngineConfig",
-    "Finding",
-    "HitLedger",
-    "IdPool",
-    "InputError",
-    "Journal",
-    "JournalWriter",
+    "FleetConfig",
     "KvartsError",
     "LLM",
-    "Ledger",
     "LinearCost",
-    "LiveTimeline",
-    "LruOrder",
-    "MissingFileError",
     "ModelShare",
-    "Needs",
     "OffloadConfig",
-    "OutputError",
-    "PageCache",
-    "PageError",
-    "Plan",
-    "PolynomialCost",
-    "PrefixTree",
+    "PoolConfig",
     "ReplayConfig",
     "Report",
-    "RooflineCost",
-    "Routing",
     "SamplingParams",
-    "SharedReport",
     "SharingConfig",
     "Slo",
     "StructuredOutputs",
-    "Sweep",
-    "TierConfig",
-    "Timeline",
     "Trace",
-    "TraceInfo",
     "TraceRequest",
-    "Verdict",
     "Workload",
     "calibrate",
-    "hit_ledger",
-    "load_journal",
-    "load_mooncake",
     "load_trace",
     "mock",
     "plan",
     "replay",
-    "story_of_block",
-    "story_of_request",
     "sweep",
-    "timelines_of",
     "trace_info",
     "verify",
-    "verify_file",
 )
 """What is public."""
+
+
+FACADES = ("evidence", "policies", "testing")
+"""Modules of further public names."""
 
 
 def run(code: str) -> str:
@@ -143,7 +116,7 @@ def test_traffic_loads_no_engine() -> None:
 
 USES = (
     "from kvarts import verify",
-    "from kvarts import verify_file",
+    "from kvarts.evidence import verify_file",
     "import kvarts.proof.verify",
     "import kvarts.proof.verify.verifier",
     "from kvarts.proof.verify import reader",
@@ -152,10 +125,11 @@ USES = (
 
 CHECK = """
 import kvarts
+from kvarts.evidence import Verdict, verify_file
 assert kvarts.verify({"timeline": []}).verdict == "violated"
 from kvarts import verify
 assert verify is kvarts.verify and verify("{}").verdict == "violated"
-assert verify.verify_file is kvarts.verify_file and verify.Verdict is kvarts.Verdict
+assert verify.verify_file is verify_file and verify.Verdict is Verdict
 from kvarts.proof.verify import verify as same
 assert same is verify
 """
@@ -176,3 +150,45 @@ def test_verify_is_a_room_and_a_function_in_whatever_order() -> None:
         "print('done')"
     )
     assert run(code) == "done\n"
+
+
+def test_the_public_names_are_few() -> None:
+    assert len(NAMES) <= 25
+
+
+def examples_of(name: str) -> list[doctest.DocTest]:
+    """The examples in the docstring of a public name, or of a public module."""
+    value = getattr(kvarts, name, None) or import_module(f"kvarts.{name}")
+    return [
+        test
+        for test in doctest.DocTestFinder(recurse=False).find(value, name, globs={})
+        if test.examples and inspect.getdoc(value)
+    ]
+
+
+@pytest.mark.parametrize("name", [*NAMES, *FACADES])
+def test_each_name_has_an_example_that_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for needed in {"LLM": ["torch", "transformers"], "calibrate": ["scipy"]}.get(name, []):
+        pytest.importorskip(needed)
+    monkeypatch.chdir(tmp_path)
+    examples = examples_of(name)
+    assert examples, f"kvarts.{name} has no example"
+    for example in examples:
+        result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE).run(example)
+        assert not result.failed
+
+
+@pytest.mark.parametrize("name", FACADES)
+def test_names_of_a_public_module_are_its_list(name: str) -> None:
+    module = import_module(f"kvarts.{name}")
+    assert sorted(module.__all__) == sorted(set(module.__all__))
+    assert all(inspect.getdoc(getattr(module, each)) for each in module.__all__ if each != "NEVER_NS")
+    assert not set(module.__all__) & set(NAMES), "a name has one home"
+
+
+def test_the_citation_is_of_this_version() -> None:
+    text = (Path(__file__).parents[2] / "CITATION.cff").read_text()
+    fields = dict(re.findall(r'^([\w-]+): "?([^"\n]+)"?$', text, re.MULTILINE))
+    assert fields["cff-version"] == "1.2.0" and fields["title"] == "kvarts"
+    assert fields["version"] == kvarts.__version__ and fields["license"] == "Apache-2.0"
+    assert "authors:\n  - name:" in text and "message" in fields and fields["type"] == "software"

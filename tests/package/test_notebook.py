@@ -6,12 +6,17 @@ import importlib.util
 import inspect
 import json
 import pydoc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvarts import ConfigError, LruOrder, ReplayConfig, Report, Slo, Trace, load_trace, replay, trace_info
+from kvarts import ConfigError, ReplayConfig, Report, Slo, Trace, load_trace, replay, trace_info
+from kvarts.base import columns
+from kvarts.plan.planning import Plan, make_plan
+from kvarts.plan.purchases import Prices
+from kvarts.policies import LruOrder
 
 needs_pandas = pytest.mark.skipif(importlib.util.find_spec("pandas") is None, reason="needs pandas")
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
@@ -71,7 +76,7 @@ def test_help_on_a_configuration_can_be_read() -> None:
     text = pydoc.plain(pydoc.render_doc(ReplayConfig))
     assert "msgspec.Meta" not in text and "extra=" not in text
     assert "for_device(model: 'str', device: 'str'" in text
-    assert len(str(inspect.signature(ReplayConfig))) < 4_300
+    assert len(str(inspect.signature(ReplayConfig))) < 7_000  # 1,600 of them are of SGLang's settings
 
 
 def test_no_field_of_a_configuration_is_of_any_type() -> None:
@@ -94,7 +99,7 @@ def few() -> Trace:
 
 def test_values_say_what_they_are(report: Report, few: Trace) -> None:
     assert repr(report).startswith("<Report on azure-conv-1000.csv: 1,000 of 1,000 requests completed; TTFT p50 ")
-    assert repr(report).count(" +- ") == 2 and "one standard deviation" in report._repr_html_()
+    assert repr(report).count(" ± ") == 2 and "one standard deviation" in report._repr_html_()
     assert repr(few) == (
         "<Trace <few>: 60 requests, arrivals over 15.0 s, "
         f"{sum(request.num_prompt_tokens for request in few):,} tokens of prompts, "
@@ -140,3 +145,55 @@ def test_a_trace_says_what_is_in_it(few: Trace, run_command: Any, capsys: Any) -
     for unknown in (Trace([]), Trace(iter([]), name="stream")):
         with pytest.raises(ConfigError, match="no requests that are known beforehand"):
             trace_info(unknown)
+
+
+@pytest.fixture(scope="module")
+def priced() -> Plan:
+    config = ReplayConfig.for_device("llama-3.1-8b", "h100-80gb", page_size=512, pages=900, slo_ttft_ms=5_000)
+    return make_plan("sample:mooncake", config, policies=["auto"], prices=Prices(device=3.0, host_gib=0.1))
+
+
+def test_every_part_of_a_plan_is_a_table(priced: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "to_frame", lambda found: found)
+    assert priced.parts[:4] == ["sizes", "curve", "league", "options"] and "replays" in priced.parts
+    league = priced.to_pandas("league")
+    assert league["policy"] == [row["policy"] for row in priced.values["league"]]
+    assert "ttft_ms_p99" in league and league["ttft_ms_p99"][0] is None, "rows one at a time have no latencies"
+    assert len(priced.to_pandas("curve")["pages"]) == len(priced.values["curve"]["pages"])
+    assert len(priced.to_pandas("options")["name"]) == len(priced.options) > 0
+    for part in priced.parts:
+        found = priced.to_pandas(part)
+        assert len({len(values) for values in found.values()}) == 1
+        assert "command" in found or part in ("sizes", "curve")
+        assert not any(isinstance(value, dict) for values in found.values() for value in values)
+    with pytest.raises(ConfigError, match=r"'leage' is not in this plan\. It has sizes, curve, league"):
+        priced.to_pandas("leage")
+
+
+@needs_matplotlib
+def test_figures_show_themselves(report: Report, priced: Plan) -> None:
+    """IPython asks an object for `_repr_png_`; without that, a Figure made without pyplot is shown as text."""
+    for value in (report, priced):
+        figure = value.plot()
+        png = figure._repr_png_()
+        assert png.startswith(b"\x89PNG") and len(png) > 20_000 and png == value.plot()._repr_png_()
+        assert type(figure).__mro__[1].__name__ == "Figure"
+
+
+CELLS = (
+    "import kvarts as k\nreport = k.replay('sample:mooncake', k.ReplayConfig(num_pages=2000, page_size=512))\nreport",
+    "report.plot()",
+    "k.plan('sample:mooncake', page_size=512).plot()",
+)
+
+
+@needs_matplotlib
+def test_a_notebook_shows_tables_and_figures(tmp_path: Path) -> None:
+    nbclient = pytest.importorskip("nbclient", reason="needs nbclient")
+    pytest.importorskip("ipykernel", reason="needs ipykernel")
+    nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    nbclient.NotebookClient(book, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = [cell.outputs[-1].data for cell in book.cells]
+    assert "<table>" in shown[0]["text/html"]
+    assert all(len(each["image/png"]) > 20_000 for each in shown[1:])

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvarts import load_mooncake, load_trace
+from kvarts import load_trace
 from kvarts.base.errors import MissingFileError
 from kvarts.base.files import SAMPLES, located, read_bytes, where_samples_are
 from kvarts.cli.replaying import OneRun, all_sections, read_settings
 from kvarts.plan.calibrate.recorded_run import load_measured
+from kvarts.sim.traffic.mooncake import load_mooncake
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -33,6 +33,26 @@ def test_mixed_workers_are_replicas(asked: Callable[..., Any]) -> None:
 
 
 @pytest.mark.slow
+def test_the_answer_changes_where_the_sensitivity_says(asked: Callable[..., Any]) -> None:
+    cost = ("--cost", "linear:step_ms=5,chunk_token_ms=0.02", "--set", "pages=4000")
+    slo = ("--slo-ttft-ms", 300, "--slo-share", 0.9)
+    fleets = asked("plan", "fleet", "sample:azure-chat", *cost, *slo, "--gpus", 2, "--json")["fleets"]
+    found, command = fleets["sensitivity"], shlex.split(fleets["options"][0]["command"])[1:]
+
+    def keeps(*changes: Any) -> bool:
+        report = asked(*command, *changes, "--json")
+        return bool(report["goodput"]["ratio"] * report["num_completed"] >= 0.9 * report["num_requests"])
+
+    rate, times = found["rate"], found["step_times"]
+    assert keeps("--speedup", rate["up_to"]) and not keeps("--speedup", rate["fails_at"])
+    assert rate["fails_at"] <= rate["up_to"] * (1 + rate["tolerance"])
+    assert keeps("--set", f"cost_factor={times['up_to']}")
+    assert times["fails_at"] is None or not keeps("--set", f"cost_factor={times['fails_at']}")
+    assert 1 <= found["prompt_length"]["up_to"] <= 2
+    assert f"rate: it lasts to {rate['up_to']:.3g} times" in " ".join(fleets["options"][0]["would_change"])
+
+
+@pytest.mark.slow
 def test_a_cost_without_a_model_has_one_device_per_worker(asked: Callable[..., Any]) -> None:
     cost = ("--cost", "linear:step_ms=5,chunk_token_ms=0.02", "--set", "pages=4000")
     plan = asked("plan", "fleet", "sample:azure-chat", *cost, "--slo-ttft-ms", 300, "--gpus", 2, "--json")["fleets"]

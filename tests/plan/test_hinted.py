@@ -19,7 +19,7 @@ from kvarts.core.kv.pool import CountPool
 from kvarts.core.kv.tree import PrefixTree
 from kvarts.core.tiers.safe_first import SafeFirst
 from kvarts.plan.cache import CachePlan, serial_hits
-from kvarts.plan.orders import HintedOrder, SoonestReturnOrder
+from kvarts.sim.orders import HintedOrder, SoonestReturnOrder
 from kvarts.sim.sharing.memory import AgedOrder, ReleaseClock
 from kvarts.sim.traffic.trace import Trace, TraceRequest
 

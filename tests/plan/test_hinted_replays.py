@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvarts.core.hints import Hints, RetainedRange
 from kvarts.core.kv.groups import PartGroup
-from kvarts.plan.orders import HintedOrder, SoonestReturnOrder
+from kvarts.sim.orders import HintedOrder, SoonestReturnOrder
 
 from builders.case import Case, Row, cases
 from builders.grouped import FULL, WINDOW, assert_same_outcome, part_groups, told_by

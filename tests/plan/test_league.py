@@ -22,13 +22,13 @@ from kvarts.core.kv.eviction import LruOrder
 from kvarts.core.kv.page_cache import PageCache
 from kvarts.core.kv.pool import CountPool
 from kvarts.core.kv.tree import PrefixTree
-from kvarts.plan.auto_policy import LRU, AutoOrder, WeightedOrder, Weights
 from kvarts.plan.cache import CachePlan, serial_hits
-from kvarts.plan.league import ALL_POLICIES, find_policy
+from kvarts.sim.auto_order import LRU, AutoOrder, WeightedOrder, Weights
+from kvarts.sim.eviction import ALL_POLICIES, order_maker
 from kvarts.sim.traffic.formats import load_trace
 from kvarts.sim.traffic.trace import Trace, TraceRequest
+from kvarts.testing import EvictionOrderContract, leave
 
-from builders.eviction_contract import EvictionOrderContract, leave
 from builders.plan_traces import small_traces
 from published_orders import (
     LpcOrder,
@@ -58,7 +58,7 @@ PUBLISHED = {
 EVERY = (*ALL_POLICIES, *PUBLISHED)
 COST = "linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,context_token_ms=0"
 OWN = '''
-from kvarts.plan.orders import RankedOrder
+from kvarts.sim.orders import RankedOrder
 
 
 class Newest(RankedOrder):
@@ -82,7 +82,7 @@ def prompts(sequence: Iterable[int]) -> Trace:
 
 
 def maker(name: str, trace: Trace) -> Callable[[], Any]:
-    return PUBLISHED[name] if name in PUBLISHED else find_policy(name, trace)
+    return PUBLISHED[name] if name in PUBLISHED else order_maker(name, trace)
 
 
 class TestOrdersOfTheLeague(EvictionOrderContract):
@@ -204,7 +204,7 @@ def test_a_session_that_is_over_goes_first() -> None:
         ]
     )
     # Pages of the third go before any of the first two, which find all but the last turn added.
-    assert serial_hits(trace, 1, 25, find_policy("session-aware", trace)) == 11 + 11 + 12
+    assert serial_hits(trace, 1, 25, order_maker("session-aware", trace)) == 11 + 11 + 12
     assert CachePlan(trace, 1).curve.hit_pages(25) < 11 + 11 + 12
 
 
@@ -281,9 +281,9 @@ def test_a_replay_takes_a_policy_by_its_name(
     assert b"'nothing' is not a policy" in capsysbinary.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["nothing", "kvarts.plan.orders:Nothing", "no_such_module:X", "kvarts:__version__"])
+@pytest.mark.parametrize("name", ["nothing", "kvarts.sim.orders:Nothing", "no_such_module:X", "kvarts:__version__"])
 def test_what_is_no_policy_is_named(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        find_policy(name, Trace([]))
-    assert caught.value.field == "policy"
+        order_maker(name, Trace([]))
+    assert caught.value.field == "eviction"
     assert name in caught.value.what

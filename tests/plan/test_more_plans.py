@@ -172,7 +172,6 @@ def test_the_page_in_a_browser(
     for said in (
         "Hits by memory",
         "Policies, ",
-        "The next GiB",
         "Latency by memory",
         "cheapest",
         "SLO kept, by memory",
@@ -233,8 +232,8 @@ def test_tiers_that_save_nothing_have_a_sentence_and_no_chart(asked: Callable[..
         ([SAMPLE, "--users", "0..1"], "--users"),
         ([SAMPLE, "--users", "2", "--cost", COST], "--users"),
         ([SAMPLE, "--users", "2"], "--users"),
-        ([SAMPLE, "--price", "device=0"], "--price"),
-        ([SAMPLE, "--price", "host=1"], "--price"),
+        ([SAMPLE, "--prices", "none-such.toml"], "--prices"),
+        ([SAMPLE, "--quick"], "--quick"),
         ([SAMPLE, "--policy", "no"], "--policy"),
     ],
 )

@@ -10,7 +10,7 @@ from kvarts.core.content import Content
 from kvarts.core.kv.page_cache import PageCache
 from kvarts.core.kv.pool import CountPool
 from kvarts.core.kv.tree import PrefixTree
-from kvarts.plan.league import find_policy
+from kvarts.sim.eviction import order_maker
 from kvarts.sim.traffic.trace import Trace
 
 pytestmark = pytest.mark.laws
@@ -34,7 +34,7 @@ def used(cache: PageCache, prompt: list[int]) -> int:
 @given(uses=st.lists(st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(0, 5)), max_size=30))
 def test_pages_are_evicted_at_once_as_one_by_one(name: str, uses: list[tuple[int, int]]) -> None:
     """L5: a leap takes the pages of many steps at once."""
-    make = find_policy(name, Trace([]))
+    make = order_maker(name, Trace([]))
     at_once, by_one = (PageCache(CountPool(NUM_PAGES), PrefixTree(make())) for _ in range(2))
     for prompt, num_shed in uses:
         assert used(at_once, PROMPTS[prompt]) == used(by_one, PROMPTS[prompt])

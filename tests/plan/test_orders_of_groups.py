@@ -14,7 +14,7 @@ from kvarts.core.config import EngineConfig
 from kvarts.core.kv.eviction import EvictionOrder, LruOrder
 from kvarts.core.kv.groups import GroupMemory, PartGroup
 from kvarts.cost.polynomial import LinearCost
-from kvarts.plan.league import ALL_POLICIES, find_policy
+from kvarts.sim.eviction import ALL_POLICIES, order_maker
 from kvarts.sim.replaying import replay
 from kvarts.sim.traffic.trace import Trace
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.laws
 
 
 def maker(name: str, case: Case) -> Callable[[], EvictionOrder]:
-    return LeastHits if name == "LeastHits" else find_policy(name, case.trace())
+    return LeastHits if name == "LeastHits" else order_maker(name, case.trace())
 
 
 @given(
@@ -63,7 +63,7 @@ def test_an_audit_finds_an_eviction_of_another_run_than_the_one_that_a_policy_na
     name: str, memory: GroupMemory | None, asks: bool
 ) -> None:
     engine = make_replica(
-        EngineConfig(num_pages=13, page_size=1), audit=True, make_order=find_policy(name, Trace([])), memory=memory
+        EngineConfig(num_pages=13, page_size=1), audit=True, make_order=order_maker(name, Trace([])), memory=memory
     )
     plant_deaf(engine.scheduler.cache, asks=asks)
     requests = [request_of(index, range(10 * index, 10 * index + 5)) for index in range(6)]

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 import kvarts
-from kvarts import ConfigError, Plan, ReplayConfig, Trace, load_trace
+from kvarts import ConfigError, ReplayConfig, Trace, load_trace
 from kvarts.base.units import as_duration
+from kvarts.plan import Plan
+from kvarts.plan.fleets import plan_fleets
 from kvarts.plan.page import render_page
+from kvarts.plan.purchases import Prices
+from kvarts.plan.series import charts_of
 from kvarts.sim.routers.policies import RoundRobinPolicy
+from kvarts.sim.traffic.editing import sliced
 
+SAMPLE = Path(str(files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"))
 needs_pandas = pytest.mark.skipif(importlib.util.find_spec("pandas") is None, reason="needs pandas")
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 
@@ -45,20 +53,60 @@ def test_the_command_is_the_function(few: Trace, run_command: Any, capsys: Any) 
     assert run_command("plan", "policies", "sample:azure-chat", "--page-size", 64, "--policy", "auto", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     values = json.loads(kvarts.plan("sample:azure-chat", page_size=64, policies=["auto"]).to_json())
-
-    def bare(value: Any) -> Any:
-        """Without command lines, which only the command has."""
-        if isinstance(value, dict):
-            return {name: bare(each) for name, each in value.items() if name != "command"}
-        return [bare(each) for each in value] if isinstance(value, list) else value
-
     assert bare(printed) == bare(values)
+
+
+def bare(value: Any) -> Any:
+    """Return values without command lines, which only commands have."""
+    if isinstance(value, dict):
+        return {name: bare(each) for name, each in value.items() if name != "command"}
+    return [bare(each) for each in value] if isinstance(value, list) else value
+
+
+OF_DEVICE = ("--model", "llama-3.1-8b", "--device", "h100-80gb", "--slo-ttft-ms", 2_000, "--slo-share", 0.5, "--json")
+
+
+@pytest.fixture
+def path_of_few(tmp_path: Path) -> Path:
+    path = tmp_path / "few.jsonl"
+    path.write_text("".join(SAMPLE.read_text().splitlines(keepends=True)[:20]))
+    return path
+
+
+def test_the_command_with_an_slo_is_the_function(path_of_few: Path, run_command: Any, capsys: Any) -> None:
+    assert run_command("plan", path_of_few, *OF_DEVICE, "--quick") == 0
+    printed = json.loads(capsys.readouterr().out)
+    config = ReplayConfig.for_device("llama-3.1-8b", "h100-80gb", slo_ttft_ms=2_000)
+    values = json.loads(kvarts.plan(path_of_few, config, slo_share=0.5, quick=True).to_json())
+    assert bare(printed) == bare(values) and values["latency"]["options"]
+
+
+def test_the_command_of_fleets_is_the_function(path_of_few: Path, run_command: Any, capsys: Any) -> None:
+    assert run_command("plan", "fleet", path_of_few, *OF_DEVICE, "--gpus", 2) == 0
+    printed = json.loads(capsys.readouterr().out)
+    settings: dict[str, Any] = {"model": "llama-3.1-8b", "device": "h100-80gb", "slo_ttft_ms": 2_000}
+    values = json.loads(plan_fleets(path_of_few, 2, slo_share=0.5, **settings).to_json())
+    assert bare(printed) == bare(values) and values["fleets"]["confidence"]["of"] == 10
+
+
+def test_pools_apart_get_host_memory_too() -> None:
+    """The best split without it gets some in each of its workers."""
+    agents = sliced(load_trace("sample:agents"), count=40)
+    settings: dict[str, Any] = {"model": "qwen3-32b", "device": "h100-80gb", "slo_ttft_ms": 2_500}
+    points = plan_fleets(agents, 4, slo_share=1.0, routers=["prefix"], **settings).values["fleets"]["points"]
+    apart = [point for point in points if point["is_apart"]]
+    bought = [point for point in apart if point["host_bytes"]]
+    assert bought
+    for point in bought:
+        assert point["price_per_hour"] == pytest.approx(point["devices"] * (1 + point["host_bytes"] / 2**40))
+        without = next(each for each in apart if point["name"].startswith(each["name"]))
+        assert not without["host_bytes"] and point["hit_ratio"] > without["hit_ratio"]
 
 
 def test_a_plan_refuses_what_does_not_go_together(few: Trace) -> None:
     with pytest.raises(ConfigError, match="Give model and device") as caught:
-        kvarts.plan(few, prices={"host": 1.0})
-    assert caught.value.field == "price"
+        kvarts.plan(few, prices=Prices(host_gib=1.0))
+    assert caught.value.field == "prices"
     with pytest.raises(ConfigError) as caught:
         kvarts.plan(few, policies=["none-such"])
     assert caught.value.field == "policy"
@@ -80,17 +128,18 @@ def test_a_plan_looks_at_a_router_of_ones_own(few: Trace, is_in_config: bool) ->
     config = ReplayConfig.for_device("llama-3.1-8b", "h100-80gb", pages=9_000, slo_ttft_ms=2_500)
     config = msgspec.structs.replace(config, router=InTurn) if is_in_config else config
     plan = kvarts.plan(few, config, at=[9_000], slo_share=0.9, router=None if is_in_config else InTurn)
-    own, by_name = plan.values["latency"]["replicas"]["by_router"][:2]
-    assert (own.pop("router"), by_name.pop("router")) == ("InTurn", "round-robin")
-    assert own == by_name and own["replicas"] > 1
+    by_name = kvarts.plan(few, config, at=[9_000], slo_share=0.9, router="round-robin")
+    own, named = (each.options[-1] for each in (plan, by_name))
+    assert own["replicas"] > 1 and own["ttft_ms_p99"] == named["ttft_ms_p99"]
+    assert {point["router"] for point in plan.values["latency"]["points"] if point["replicas"] > 1} == {"InTurn"}
 
 
 def test_a_plan_says_what_it_is(plan: Plan) -> None:
-    assert repr(plan) == f"<Plan for <few>: {plan.advice}>" and "is the least that keeps the SLO" in plan.advice
+    assert repr(plan) == f"<Plan for <few>: {plan.advice}>" and " the SLO for 50.0 % of requests, in " in plan.advice
     shown = plan._repr_html_()
     assert "<table>" in shown and "<few>" not in shown
     uncertain = plan.options[0]["uncertainty"]["ttft_ms"]["p99"]
-    assert f"+- {as_duration(uncertain)}" in shown
+    assert f"± {as_duration(uncertain)}" in shown
 
 
 @needs_pandas
@@ -102,5 +151,18 @@ def test_a_plan_is_a_table(plan: Plan) -> None:
 
 @needs_matplotlib
 def test_a_plan_is_a_figure(plan: Plan) -> None:
+    first = plan.plot().axes[0]
+    assert "2 GPUs" in {each.get_text() for each in first.texts} and first.collections
     titles = {each.get_title() for each in plan.plot().axes}
     assert {"Hits by memory", "Latency by memory", "SLO kept, by memory"} <= titles
+
+
+def test_the_first_chart_is_cost_and_goodput_with_the_answer_marked(plan: Plan) -> None:
+    chart = charts_of(plan.values)[0]
+    assert (chart["name"], chart["kind"]) == ("Goodput by cost", "scatter")
+    (answer,) = (point for point in chart["points"] if point["is_on_front"])
+    assert " of 10 worlds" in answer["text"]
+    assert answer["x"] == plan.options[0]["price_per_hour"]
+    least, most = answer["error"]
+    assert least <= answer["y"] <= most and answer["label"] == "2 GPUs"
+    assert len({point["x"] for point in chart["points"]}) > 1

@@ -22,8 +22,8 @@ from kvarts.core.kv.groups import PartGroup
 from kvarts.core.kv.layers import KvLayer
 from kvarts.cost.polynomial import LinearCost
 from kvarts.plan.cache import CachePlan, GroupHits, GroupPlan, PricedTier, TiersPlan
-from kvarts.plan.league import ALL_POLICIES, find_policy
 from kvarts.sim.config import ReplayConfig
+from kvarts.sim.eviction import ALL_POLICIES, order_maker
 from kvarts.sim.replaying import replay
 from kvarts.sim.traffic.trace import Trace, TraceRequest
 
@@ -72,7 +72,7 @@ def test_hits_under_a_policy_are_those_of_a_closed_loop_of_one_and_none_is_above
     trace: Trace, more: dict[str, Any], page_size: int, num_pages: int, name: str
 ) -> None:
     trace = alone(trace)
-    make = find_policy(name, trace)
+    make = order_maker(name, trace)
     _, groups = plans_of(trace, page_size, **more)
     (hits,) = groups.hits_under([(make, num_pages)], Processes(shared=trace))
     config = config_of(page_size, **more, concurrency=1, max_num_seqs=1, eviction=make)
@@ -304,7 +304,9 @@ def test_tiers_are_planned_by_parts_and_replay_to_what_the_plan_says(
     capsysbinary: pytest.CaptureFixture[bytes],
     tmp_path: Path,
 ) -> None:
-    options = (*model, "--price", "device=10,host=1,disk=0.1")
+    prices = tmp_path / "prices.toml"
+    prices.write_text('date = "2026-11-01"\ncurrency = "EUR"\n[per_hour]\ndevice = 800\nhost_gib = 1\ndisk_gib = 0.1\n')
+    options = (*model, "--prices", prices)
     plan = asked("plan", trace, *options, "--json")
     tiers, page_bytes = plan["tiers"], plan["config"]["page_bytes"]
     assert tiers["kv_bytes_per_token"] * 512 == page_bytes
@@ -317,7 +319,9 @@ def test_tiers_are_planned_by_parts_and_replay_to_what_the_plan_says(
         summary = asked(*shlex.split(point["command"])[1:], "--json")
         assert summary["prefix_hit_ratio"] == point["replayed"]["hit_ratio"]
         assert summary["ttft_ms"] == point["replayed"]["ttft_ms"]
-    assert {each["tier"]: each["price"] for each in tiers["next_gib"]} == {"device": 10, "host": 1, "disk": 0.1}
+    prices_of_next = {each["tier"]: each["price"] for each in tiers["next_gib"]}
+    assert prices_of_next.pop("device") == pytest.approx(800 / (141 if "h200-141gb" in model else 80))
+    assert prices_of_next == {"host": 1, "disk": 0.1}
     page = tmp_path / "plan.html"
     capsysbinary.readouterr()
     assert run_command("plan", trace, *options, "--html", page) == 0

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 import kvarts
-from kvarts import ConfigError, InputError, Sweep, Trace
+from kvarts import ConfigError, Trace
+from kvarts.base.errors import InputError
 from kvarts.plan.page import render_page
-from kvarts.plan.sweep import JOURNAL
+from kvarts.plan.sweep import JOURNAL, Sweep
 
 needs_pandas = pytest.mark.skipif(importlib.util.find_spec("pandas") is None, reason="needs pandas")
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
@@ -71,6 +72,21 @@ def test_a_directory_keeps_what_is_done(here: Path, tmp_path: Path) -> None:
     assert told == [(4, 4)]
     assert (tmp_path / "out" / "points.html").read_bytes() == first.to_html()
     assert len((tmp_path / "out" / JOURNAL).read_bytes().splitlines()) == 4
+
+
+def test_files_of_a_directory_that_are_not_read_change_no_point(here: Path, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    trace = tmp_path / "runs" / "requests.jsonl"
+    row = b'{"timestamp": 0, "model": "m", "messages": [{"role": "user", "content": "Hello there"}]}\n'
+    trace.write_bytes(row)
+    grid = {"trace": str(tmp_path / "runs"), "output_tokens": 2, "grid": {"pages": [100]}}
+    told: list[tuple[int, int]] = []
+    for data in (b"", b"notes"):
+        (tmp_path / "runs" / "notes.bin").write_bytes(data)
+        kvarts.sweep(grid, tmp_path / "out", on_done=lambda *done: told.append(done))
+    trace.write_bytes(row * 2)
+    kvarts.sweep(grid, tmp_path / "out", on_done=lambda *done: told.append(done))
+    assert told == [(0, 1), (1, 1), (1, 1), (0, 1), (1, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +150,11 @@ def test_the_text_of_the_slo_stands_beside_the_points(
     for dot in (each.rect for each in chart.find_elements("css selector", "circle")):
         is_beside = dot["x"] > text["x"] + text["width"] or dot["x"] + dot["width"] < text["x"]
         assert is_beside or dot["y"] > text["y"] + text["height"] or dot["y"] + dot["height"] < text["y"]
+
+
+@pytest.mark.slow
+def test_a_sample_that_is_a_directory_is_swept_as_others(tmp_path: Path) -> None:
+    grid = {"trace": "sample:agents", "grid": {"pages": [20_000]}}
+    (row,) = kvarts.sweep(grid, tmp_path / "out").rows
+    assert row["hit_ratio"] > 0.5
+    assert kvarts.sweep(grid, tmp_path / "out").rows == [row], "it resumes from its journal"

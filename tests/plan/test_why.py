@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvarts.base.errors import ConfigError
 from kvarts.cli.commands import cli
-from kvarts.plan.why import RULES, Why, why
+from kvarts.doors.watch.journal import StreamJournal
+from kvarts.doors.watch.watched import Watched
+from kvarts.plan.why import RULES, Why, _Partings, why
+from kvarts.sim.traffic.prompts import Chat, Prompts
+
+from builders.streams import removed, stored
 
 Row = dict[str, Any]
 RULES_TEXT = (
@@ -275,6 +282,7 @@ def test_the_losses_of_a_log_add_up(tmp_path: Path) -> None:
     (volatile,) = (loss for loss in before.losses if loss.rule == "volatile")
     after = found(tmp_path, [body(turns(QUESTION), created=60 * minute) for minute in range(9)], {})
     assert volatile.requests == 8
+    assert after.hit_tokens is not None and before.hit_tokens is not None
     assert abs(after.hit_tokens - before.hit_tokens - volatile.tokens) <= 8 * 16
     assert before.to_text().count("mend: ") == len(before.losses)
     assert json.loads(before.to_json())["losses"][0]["rule"] == "volatile"
@@ -284,7 +292,7 @@ def test_a_log_that_only_grows_loses_nothing_but_parts_of_pages(tmp_path: Path) 
     rows = [body(CONTEXT[: 2 * turn]) for turn in (1, 2, 3, 4)]
     result = found(tmp_path, rows, {})
     assert {loss.rule for loss in result.losses} <= {"block"}
-    assert result.hit_tokens > 0.6 * result.prompt_tokens
+    assert result.hit_tokens is not None and result.hit_tokens > 0.6 * result.prompt_tokens
 
 
 def test_two_prompts_are_compared(tmp_path: Path) -> None:
@@ -322,6 +330,7 @@ def test_traces_without_messages_have_salts_broken_turns_and_evictions(tmp_path:
     path.write_text("".join(f"{json.dumps(each)}\n" for each in rows))
     result = why(path, pages=128)
     (evicted,) = result.losses
+    assert result.hit_tokens is not None
     assert (evicted.rule, evicted.requests, result.hit_tokens + evicted.tokens) == ("evicted", 6, 6 * 1008)
 
 
@@ -352,3 +361,65 @@ def test_sizes_are_checked(tmp_path: Path, sizes: dict[str, int], field: str) ->
 
 def test_each_rule_has_words_of_its_own() -> None:
     assert len({rule.name for rule in RULES}) == len({rule.mend for rule in RULES}) == len(RULES)
+
+
+@pytest.mark.parametrize("prompt", ["a word " * 1500, list(range(10_000))])
+def test_requests_that_are_kept_are_bounded_whatever_their_prompt_is(
+    prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvarts.plan.why.KEPT_CHARS", 100_000)
+    partings = _Partings(Prompts(), 16)
+    for _ in range(40):
+        partings.add(Chat(prompt=prompt), b"", -1)
+    assert sum(len(chat.prompt or ()) for chat in partings._kept.values()) <= 100_000
+
+
+def test_the_journal_of_an_engine_has_what_it_stored_again(
+    tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """Two blocks are evicted and stored again, and one is stored under a second name while the first is there."""
+    path = tmp_path / "journal.jsonl"
+    with path.open("wb") as file:
+        journal = StreamJournal(file.write, total_blocks=9)
+        watched = Watched(journal=journal)
+        watched.begin(is_complete=True)
+        batches = [[stored([1, 2])], [removed([2, 1])], [stored([1, 2])], [stored([7], token_ids=[1, 1])]]
+        for seq, events in enumerate(batches):
+            watched.apply(seq, msgspec.msgpack.encode([float(seq), events, 0]))
+        journal.close()
+    cli.main(["why", str(path), "--json"], standalone_mode=False)
+    values = json.loads(capsysbinary.readouterr().out)
+    assert values["hit_tokens"] is None and values["prompt_tokens"] == 5 * 2
+    assert {loss["rule"]: loss["tokens"] for loss in values["losses"]} == {"evicted": 4, "other name": 2}
+    cli.main(["why", str(path)], standalone_mode=False)
+    assert b"hits 0" not in capsysbinary.readouterr().out
+
+
+@pytest.mark.parametrize("data", [b"\x1f\x8bno gzip at all", b"\x1f\x8b", b""])
+def test_a_damaged_packed_file_is_an_error_that_names_it(
+    kvarts: Callable[..., tuple[int, str, str]], tmp_path: Path, data: bytes
+) -> None:
+    path = tmp_path / "journal.jsonl.gz"
+    path.write_bytes(data)
+    code, out, err = kvarts("why", path)
+    assert (code, out) == (4, "") and "Traceback" not in err
+    assert err.startswith("kvarts: ") and path.name in err
+
+
+def test_a_run_of_states_names_the_block_at_which_none_is(
+    tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """The second prompt parts where full attention goes on and no state is; the third one finds the state there."""
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 60_000 * at, "input_length": 4096, "output_length": 1, "hash_ids": [1, 2, 3, 4, 5, 10 + at,
+             20 + at, 30 + at]} for at in range(3)]  # fmt: skip
+    trace.write_text("".join(f"{json.dumps(each)}\n" for each in rows))
+    words = ["replay", str(trace), "--model", "qwen3.5-27b", "--device", "h200", "--engine", "vllm==0.33"]
+    words += ["--max-seqs", "64", "--run-dir", str(tmp_path / "run")]
+    cli.main(words, standalone_mode=False)
+    capsysbinary.readouterr()
+    cli.main(["why", str(tmp_path / "run"), "--json"], standalone_mode=False)
+    values = json.loads(capsysbinary.readouterr().out)
+    (loss,) = (loss for loss in values["losses"] if loss["rule"] == "no state")
+    assert loss["tokens"] == 3 * 832 and loss["requests"] == 1 and "state" in loss["where"]
+    assert values["hit_tokens"] == 3 * 832

@@ -7,11 +7,13 @@ import json
 
 import pytest
 
+from kvarts.base.clock import VirtualClock
 from kvarts.core.executor import CostModel, Executor, VirtualExecutor
 from kvarts.core.sched.plan import Batch, StepPlan, StepResult
 from kvarts.cost.polynomial import CallableCost, LinearCost, PolynomialCost
 from kvarts.cost.roofline import RooflineCost
 from kvarts.cost.simulated import SimExecutor
+from kvarts.run.mock import MockExecutor
 from kvarts.run.wrappers import RecordingExecutor
 
 from builders.executor_contract import CONFIG, ExecutorContract, VirtualExecutorContract
@@ -48,6 +50,11 @@ class TestCallable(OfCost):
 class TestToyModel(ExecutorContract):
     def make(self) -> Executor:
         return ToyExecutor(CONFIG.num_pages, CONFIG.page_size, CONFIG.max_num_seqs)
+
+
+class TestMock(ExecutorContract):
+    def make(self) -> Executor:
+        return MockExecutor(CONFIG, LinearCost(step_ms=2.0), VirtualClock(), vocab_size=100)
 
 
 class TestRecorderOfACostModel(ExecutorContract):

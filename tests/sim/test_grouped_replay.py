@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvarts.base.errors import ConfigError
+from kvarts.core.content import pack_units
 from kvarts.core.kv.groups import PartGroup
 from kvarts.core.kv.layers import KvLayer
 from kvarts.proof.record.timeline import timelines_of
@@ -54,7 +55,8 @@ def test_a_model_of_full_layers_is_replayed_as_ever() -> None:
 
 
 def test_groups_are_counted_unless_they_are_off() -> None:
-    on, asked, off = (replayed("gemma-3-27b", **given) for given in ({}, {"kv_groups": "all"}, {"kv_groups": "off"}))
+    settings: list[dict[str, str]] = [{}, {"kv_groups": "all"}, {"kv_groups": "off"}]
+    on, asked, off = (replayed("gemma-3-27b", engine="none", **given) for given in settings)
     assert on.to_json() == asked.to_json()
     assert on.summary["config"]["kv_groups"] == "all"
     assert "kv_groups" not in off.summary and "kv_groups" not in off.summary["config"]
@@ -72,7 +74,7 @@ def test_groups_are_counted_unless_they_are_off() -> None:
 )
 def test_the_default_gives_way_to_what_it_does_not_go_with(changes: dict[str, Any], why: str) -> None:
     sections = [*SECTIONS, *TABLES]
-    given = {"model": "gemma-3-27b", "device": "h100-80gb", **changes}
+    given = {"model": "gemma-3-27b", "device": "h100-80gb", "engine": "none", **changes}
     config = make_config(given, sections=sections)
     assert config.whole_pages == why
     assert msgspec.structs.replace(config, whole_pages="") == make_config(
@@ -129,6 +131,17 @@ def traced(prompts: list[list[int]]) -> Trace:
     return Trace(rows, unit_tokens=1)
 
 
+@pytest.mark.parametrize("tokens", [1023, 1024, 1025, 2048])
+def test_a_prompt_of_whole_pages_is_found_again_from_its_snapshot(tokens: int) -> None:
+    """The last token is computed again, so that a prompt of 1,024 tokens resumes from the state after 1,008."""
+    config = make_config({"model": "granite-4.0-h-tiny", "device": "h100-80gb", "engine": "none", "audit": True})
+    rows = [TraceRequest(row, row * 10**10, pack_units([7] * tokens), tokens, 1) for row in range(3)]
+    longer = TraceRequest(3, 4 * 10**10, pack_units([7] * tokens + [8] * 50), tokens + 50, 1)
+    cached = replay(Trace([*rows, longer]), config).request_columns["cached_tokens"].tolist()
+    resumed = (tokens - 1) // 16 * 16
+    assert cached == [0, resumed, resumed, tokens // 16 * 16]
+
+
 @pytest.mark.parametrize(("mode", "cached"), [("snapshots", 0), ("all", 1392), ("align", 1392)])
 def test_states_by_page_are_found_where_a_prompt_leaves_others(mode: str, cached: int) -> None:
     """Prompts of 1,500 tokens share their first 1,400. In `align`, the second ends a chunk there."""
@@ -170,8 +183,8 @@ def test_a_state_is_found_at_the_last_page_end_of_a_prompt() -> None:
         traffic(turns_per_session=1, num_sessions=4, new_tokens=FixedLength(1), prefix_tokens=1599),
         make_config({"model": "granite-4.0-h-tiny", "device": "h100-80gb", "kv_groups": "all"}),
     )
-    # 1,600 tokens are 100 pages; the last token is computed, so a hit is of 99 pages, and no snapshot is there.
-    assert report.summary["num_cached_tokens"] == 0
+    # 1,600 tokens are 100 pages; the last token is computed, so a hit is of 99 pages, and a snapshot is there as well.
+    assert report.summary["num_cached_tokens"] == 3 * 1584
     report = replay(
         traffic(turns_per_session=1, num_sessions=4, new_tokens=FixedLength(2), prefix_tokens=1600),
         make_config({"model": "granite-4.0-h-tiny", "device": "h100-80gb", "kv_groups": "all"}),

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts import ReplayConfig, RooflineCost, replay
+from kvarts import ReplayConfig, replay
 from kvarts.base.errors import ConfigError
 from kvarts.core.kv.groups import PartGroup
 from kvarts.core.sched.plan import Batch
+from kvarts.cost.roofline import RooflineCost
 from kvarts.sim.config import make_config
 from kvarts.sim.sessions import SessionReplay
 from kvarts.sim.traffic.trace import Trace, TraceRequest

@@ -57,15 +57,6 @@ def test_an_order_that_is_lru_by_another_name_changes_nothing(case: Case) -> Non
         assert paged(default) == paged(renamed)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("eviction", LruOrder()), ("eviction", "lru"), ("admission", PriorityPolicy())]
-)
-def test_what_makes_no_policy_is_refused(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=r"is not callable\. Give a class, or a function that makes one") as caught:
-        ReplayConfig(**{field: value})  # type: ignore[arg-type]
-    assert caught.value.field == field
-
-
 def test_policies_are_no_settings_of_a_file_or_the_command_line() -> None:
     fields = {setting.field for section in SECTIONS for setting in section.settings}
     assert not fields & {"eviction", "admission"}

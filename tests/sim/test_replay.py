@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts import ConfigError, InputError, LinearCost, ReplayConfig, Slo, Trace, TraceRequest, Workload, replay
+from kvarts import ConfigError, LinearCost, ReplayConfig, Slo, Trace, TraceRequest, Workload, replay
+from kvarts.base.errors import InputError
 from kvarts.sim.report.report import Report
 from kvarts.sim.traffic.workload import FixedLength, LogNormalLength, UniformLength
 
@@ -197,7 +198,7 @@ def test_a_stream_is_read_as_it_is_needed_and_must_be_in_order() -> None:
     with pytest.raises(InputError, match="row 4 arrives before"):
         replay(Trace(stream(), unit_tokens=16), ReplayConfig(cost=STEP_10_MS))
     report = replay(Trace(iter([make_row(0), make_row(1)]), unit_tokens=16), ReplayConfig(cost=STEP_10_MS))
-    assert report.summary["working_set_pages"] is None
+    assert report.summary["distinct_pages"] is None
     with pytest.raises(InputError, match="has_sessions=True"):
         replay(Trace(iter([make_row(0, session_id="s")]), unit_tokens=16))
 
@@ -230,7 +231,7 @@ def test_latencies_of_a_replay_worked_out_by_hand() -> None:
     assert summary["queue_ms"]["max"] == 6
     assert summary["duration_ms"] == 30
     assert summary["peak_used_pages"] == 4
-    assert summary["working_set_pages"] == 2
+    assert summary["distinct_pages"] == 2
 
 
 def test_a_gap_over_a_preemption_counts_whole_in_itl() -> None:
@@ -297,7 +298,7 @@ def test_a_bad_replay_setting_is_refused(settings: dict[str, Any]) -> None:
 
 
 @given(cases(max_requests=10))
-def test_the_working_set_is_the_number_of_distinct_pages(case: Case) -> None:
+def test_distinct_pages_are_those_of_prompts_and_outputs_once(case: Case) -> None:
     case.page_size, case.num_pages = 2, 10_000
     seen = set()
     num_private = 0
@@ -305,7 +306,7 @@ def test_the_working_set_is_the_number_of_distinct_pages(case: Case) -> None:
         num_full = len(request.tokens) // 2
         seen |= {(request.tenant, request.tokens[: 2 * (page + 1)]) for page in range(num_full)}
         num_private += (len(request.tokens) + request.num_output - 1) // 2 - num_full
-    assert replay(case.trace(), case.config()).summary["working_set_pages"] == len(seen) + num_private
+    assert replay(case.trace(), case.config()).summary["distinct_pages"] == len(seen) + num_private
 
 
 def workload(**changes: Any) -> Workload:

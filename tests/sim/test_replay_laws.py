@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from kvarts.core.events import CopiesRemoved
 
@@ -27,6 +28,13 @@ def test_every_request_and_every_eviction_is_as_in_the_naive_engine(case: Case) 
 @given(cases(max_requests=40, limits=True))
 def test_fast_forward_equals_step_by_step(case: Case) -> None:
     """L5: the same bytes, whatever is looked at."""
+    assert_fast_as_slow(case)
+
+
+@given(cases(max_requests=40), st.integers(2, 9))
+def test_prompts_every_few_steps_are_as_step_by_step(case: Case, interval: int) -> None:
+    """L5 with `prefill_schedule_interval`. The steps themselves are compared with vLLM (tests/equal, row cadence)."""
+    case.profile, case.prefill_schedule_interval = "default", interval
     assert_fast_as_slow(case)
 
 

@@ -20,12 +20,12 @@ from kvarts import (
     Trace,
     TraceRequest,
     Workload,
-    load_mooncake,
     load_trace,
     replay,
-    timelines_of,
     verify,
 )
+from kvarts.proof.record.timeline import timelines_of
+from kvarts.sim.traffic.mooncake import load_mooncake
 
 
 def tenants(seed: int, num_requests: int = 160) -> list[TraceRequest]:

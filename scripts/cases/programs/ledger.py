@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from kvarts import load_mooncake
 from kvarts.core.keys import BlockKeys
 from kvarts.proof.audit.ledger import Keep, Ledger, LedgerError, LedgerGroup, LedgerPart
+from kvarts.sim.traffic.mooncake import load_mooncake
 
 
 def drive(seed: int) -> None:

@@ -84,6 +84,10 @@ class PacedClock:
         self.most_late_ns = max(self.most_late_ns, self.late_ns)
         self._now_ns = max(self._now_ns, at_ns)
 
+    def pass_to(self, at_ns: int) -> None:
+        """Let the model time be at least `at_ns`, without a wait."""
+        self._now_ns = max(self._now_ns, at_ns)
+
     def since_due_ns(self) -> int:
         """Return the real time elapsed since the last wait should have ended."""
         return self._wall.now_ns() - self._due_ns

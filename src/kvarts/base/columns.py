@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Column", "ReadColumns", "Rows", "append_packed", "narrowed", "percentile_rank", "to_frame"]
+__all__ = ["Column", "ReadColumns", "Rows", "append_packed", "columns_of", "narrowed", "percentile_rank", "to_frame"]
 
 Column = npt.NDArray[Any]
 
@@ -203,3 +203,19 @@ def to_frame(columns: Mapping[str, Any]) -> Any:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("to_pandas needs pandas: pip install pandas", name=error.name) from error
     return pd.DataFrame(dict(columns))
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the columns of rows; nested values have joined names (`ttft_ms_p99`), missing ones are None."""
+    flat = [_flat(row) for row in rows]
+    return {name: [row.get(name) for row in flat] for name in dict.fromkeys(name for row in flat for name in row)}
+
+
+def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{name}_")
+        else:
+            found[prefix + name] = value
+    return found

@@ -23,6 +23,7 @@ __all__ = [
     "did_you_mean",
     "first_line",
     "parts_of",
+    "problem_of",
     "renamed",
     "with_type",
 ]
@@ -34,7 +35,15 @@ MOST_MATCHES = 4
 
 
 class KvartsError(Exception):
-    """Base of every error a user can cause. `str()` is one line: `where: what. What to do next.`"""
+    """Base of every error a user can cause. `str()` is one line: `where: what. What to do next.`
+
+    >>> from kvarts import KvartsError, load_trace
+    >>> try:
+    ...     load_trace("sample:moncake")
+    ... except KvartsError as error:
+    ...     print(error)
+    sample:moncake: is not bundled. Did you mean sample:mooncake?
+    """
 
     exit_code = 2
 
@@ -70,7 +79,15 @@ def _made_again(kind: type[KvartsError], args: tuple[object, ...]) -> KvartsErro
 
 
 class ConfigError(KvartsError):
-    """An invalid setting: an unknown name, a value out of range, or settings that exclude each other."""
+    """An invalid setting: an unknown name, a value out of range, or settings that exclude each other.
+
+    >>> from kvarts import ConfigError, ReplayConfig
+    >>> try:
+    ...     ReplayConfig(num_pages=0)
+    ... except ConfigError as error:
+    ...     print(error.field, error.what)
+    num_pages must be ...
+    """
 
 
 def renamed(error: ConfigError, names: Mapping[str, str]) -> ConfigError:
@@ -102,6 +119,8 @@ def parts_of(error: Exception) -> tuple[str, str | None]:
 
     msgspec quotes a value or a name in full, however long it is: the problem is cut.
     """
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply", None
     what, at, where = str(error).rpartition(" - at `$")
     if not at:
         what, where = where, ""
@@ -110,6 +129,12 @@ def parts_of(error: Exception) -> tuple[str, str | None]:
     if len(what) > MOST_PROBLEM_CHARS:
         what = f"{what[:MOST_PROBLEM_CHARS]}..."
     return what, where.removesuffix("`").removeprefix(".") or None
+
+
+def problem_of(error: Exception) -> str:
+    """Return why a value cannot be decoded, as `FIELD: PROBLEM` where msgspec names a field."""
+    what, field = parts_of(error)
+    return what if field is None else f"{field}: {what}"
 
 
 def first_line(error: BaseException) -> str:

@@ -13,9 +13,10 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any
 
@@ -29,12 +30,13 @@ __all__ = [
     "SAMPLES",
     "UNFINISHED",
     "BundledTrace",
-    "append_whole",
+    "NumberedFile",
     "check_outputs",
     "check_writable",
     "is_replaceable",
     "is_standard_output",
     "located",
+    "make_directory",
     "make_private",
     "new_directory",
     "open_private",
@@ -48,9 +50,12 @@ __all__ = [
     "sample_of",
     "shown",
     "spelled",
+    "temporary_file",
+    "toml_text",
     "where_samples_are",
     "whole_file",
     "write_all",
+    "write_private",
     "write_whole",
     "writing",
 ]
@@ -203,6 +208,20 @@ def read_toml(path: Path, *, hint: str) -> dict[str, Any]:
         raise InputError("is no readable TOML: it is nested too deeply", path=path) from None
 
 
+def toml_text(head: Sequence[str], tables: Mapping[str, Any]) -> str:
+    """Return tables as TOML, below comment lines; values that are None are left out, as TOML has no null."""
+    import tomli_w  # imported only when needed
+
+    comments = ("".join(char if char.isprintable() else "?" for char in line) for line in head)
+    return "".join(f"# {line}\n" for line in comments) + tomli_w.dumps(_without_none(tables))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _without_none(each) for name, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list | tuple) else value
+
+
 # Destinations of results ----------------------------------------------------------------------------------
 
 
@@ -213,7 +232,7 @@ def _descriptor_of(path: Path) -> int | None:
     own = f"/proc/{os.getpid()}/fd"
     for _ in range(MOST_LINKS):
         parent = os.path.realpath(path.parent)
-        if path.name.isdecimal() and parent in (own, "/dev/fd"):
+        if parent in (own, "/dev/fd") and re.fullmatch("[0-9]{1,9}", path.name):
             return int(path.name)
         if not path.is_symlink():
             break
@@ -329,17 +348,34 @@ def _keys_of(path: Path) -> list[object]:
 # Writing --------------------------------------------------------------------------------------------------
 
 
-class _Result(io.FileIO):
-    """A file whose errors name the path of its result."""
+class NumberedFile(io.FileIO):
+    """A file by its descriptor, which it closes. `path`: its errors are OutputErrors that name it.
 
-    def __init__(self, descriptor: int, path: Path) -> None:
-        super().__init__(descriptor, "wb")
+    It is written and closed by functions of `os`, in which tests cause faults.
+    """
+
+    def __init__(self, number: int, mode: str = "wb", *, path: Path | str | None = None) -> None:
+        super().__init__(number, mode, closefd=False)
         self._path = path
 
     def write(self, data: Any) -> int:
-        """Write some of `data`, as FileIO does. Raise OutputError."""
+        """Write some of `data`, as FileIO does. Raise OutputError, or OSError without a path."""
+        if self._path is None:
+            return os.write(self.fileno(), data)
         with writing(self._path):
             return os.write(self.fileno(), data)
+
+    def close(self) -> None:
+        """Close the file and its descriptor. Raise OutputError, or OSError without a path."""
+        if self.closed:
+            return
+        number = self.fileno()
+        super().close()
+        if self._path is None:
+            os.close(number)
+            return
+        with writing(self._path):
+            os.close(number)
 
 
 @contextmanager
@@ -365,14 +401,14 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
     try:
         with writing(path):
             number = create(temporary)
-        raw = _Result(number, path)
-        file = io.BufferedWriter(raw, 1 << 16)
+        file = io.BufferedWriter(NumberedFile(number, path=path), 1 << 16)
         try:
             yield file
             with writing(path):
                 file.flush()
                 if mode is not None:
-                    os.fchmod(raw.fileno(), stat.S_IMODE(mode))
+                    os.fchmod(number, stat.S_IMODE(mode))
+            file.close()  # a disk in a network may refuse what was written only now
         finally:
             # Data that could not be flushed is discarded with the file.
             with suppress(OSError, OutputError):
@@ -389,11 +425,7 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 @contextmanager
 def _spooled(path: Path, open_target: Callable[[], IO[bytes]]) -> Iterator[IO[bytes]]:
     """Collect the output, and pass it on once it is complete."""
-    import tempfile  # importing it takes longer than a small replay
-
-    with writing(path):
-        spool = tempfile.TemporaryFile()  # noqa: SIM115
-    with spool:
+    with temporary_file() as spool:
         yield spool
         with writing(path):
             spool.seek(0)
@@ -405,6 +437,22 @@ def _spooled(path: Path, open_target: Callable[[], IO[bytes]]) -> Iterator[IO[by
             finally:
                 if target is not sys.stdout.buffer:
                     target.close()
+
+
+def temporary_file() -> IO[bytes]:
+    """Return a file without a name, which is gone when it is closed. Its errors are OutputErrors with its folder."""
+    import tempfile  # importing it takes longer than a small replay
+
+    with writing("temporary files"):
+        folder = tempfile.gettempdir()
+    with writing(folder), tempfile.TemporaryFile(buffering=0) as made:
+        return io.BufferedRandom(NumberedFile(os.dup(made.fileno()), "r+b", path=folder))
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory with its parents, if it does not exist. Raise OutputError."""
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
 
 
 def _open_special(target: Path, descriptor: int | None, mode: int | None) -> IO[bytes]:
@@ -438,17 +486,6 @@ def write_whole(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def append_whole(file: IO[bytes], data: bytes) -> None:
-    """Append all of `data` to an unbuffered file. After an error, a regular file is as it was before."""
-    before = os.fstat(file.fileno())
-    try:
-        write_all(file, data)
-    except OSError:
-        if stat.S_ISREG(before.st_mode):
-            file.truncate(before.st_size)
-        raise
-
-
 def write_all(file: IO[bytes], data: bytes) -> None:
     """Write all of `data` to an unbuffered file, which may accept less per call."""
     view = memoryview(data)
@@ -467,7 +504,7 @@ def own_directory(path: Path) -> Iterator[None]:
             _lock(number, path)
         yield
     finally:
-        os.close(number)
+        _unlock(number)
 
 
 @contextmanager
@@ -515,7 +552,7 @@ def new_directory(path: Path, *, last: str) -> Iterator[Path]:
                     path.rmdir()
         raise
     finally:
-        os.close(number)
+        _unlock(number)
 
 
 def make_private(directory: Path, is_ours: Callable[[str], bool]) -> None:
@@ -553,6 +590,30 @@ def open_private(path: Path, flags: int) -> int:
     return number
 
 
+def write_private(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+    """Replace a file that only this user can read, or create it. It is on disk on return. Raise OSError.
+
+    A killed process leaves `.STEM.tmp` behind, which the next call removes.
+    """
+    temporary = path.with_name(f".{path.stem}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)
+        with io.BufferedWriter(NumberedFile(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL))) as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)  # noqa: PTH105
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    number = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(number)  # its name
+    finally:
+        os.close(number)
+
+
 def _lock(number: int, path: Path) -> None:
     """Lock an open directory until it is closed. File systems without locks are accepted."""
     import fcntl
@@ -566,6 +627,12 @@ def _lock(number: int, path: Path) -> None:
             raise
     if not os.path.samestat(os.fstat(number), os.stat(path)):  # noqa: PTH116
         raise OutputError("is being written by another process", path=shown(path))
+
+
+def _unlock(number: int) -> None:
+    """Close a directory that `_lock` has locked. Nothing is lost if that fails."""
+    with suppress(OSError):
+        os.close(number)
 
 
 def _remove_tree(path: Path) -> None:

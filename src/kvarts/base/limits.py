@@ -14,6 +14,7 @@ __all__ = [
     "MOST_BYTES",
     "MOST_BYTES_PER_TOKEN",
     "MOST_COUNT",
+    "MOST_DIGITS",
     "MOST_DRAFTED",
     "MOST_LAYERS",
     "MOST_MS",
@@ -23,6 +24,7 @@ __all__ = [
     "MOST_REQUESTS",
     "MOST_SECONDS",
     "MOST_SEED",
+    "MOST_SHOWN",
     "MOST_UINT32",
     "MOST_UINT64",
     "MOST_WORKERS",
@@ -30,6 +32,7 @@ __all__ = [
     "brief",
     "check_number",
     "check_whole",
+    "whole_number",
 ]
 
 MOST_COUNT: Final = (1 << 31) - 1
@@ -59,6 +62,8 @@ LATEST_NS: Final = 1 << 61
 """Virtual time: 73 years after its start."""
 
 MOST_SHOWN = 40
+MOST_DIGITS = 18
+"""Of a number in a text. Python refuses to convert thousands, and no limit here has more."""
 
 
 class TooLateError(ConfigError):
@@ -69,6 +74,11 @@ class TooLateError(ConfigError):
             f"the replay lasts longer than {LATEST_NS / 1e9 / 86400 / 365:.0f} years",
             hint="Are times in another unit than they should be, or a cost or a bandwidth far from real?",
         )
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number that `text` consists of, in up to 18 decimal digits of ASCII; None for any other text."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS else None
 
 
 def brief(value: Any) -> str:

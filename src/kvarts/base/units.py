@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from kvarts.base.errors import ConfigError
-from kvarts.base.limits import MOST_BYTES, MOST_SECONDS, brief
+from kvarts.base.limits import MOST_BYTES, MOST_SECONDS, brief, whole_number
 
 __all__ = ["as_duration", "as_memory", "as_number", "as_percent", "meant_size", "parse_bytes", "parse_delay_ms"]
 __all__ += ["parse_duration_s", "parse_rate", "to_ns"]
@@ -40,7 +40,7 @@ def parse_bytes(text: str) -> int:
 def meant_size(size: str | int, least_bytes: int) -> str:
     """Return a hint for a `size` below `least_bytes`: a bare number usually lacks its unit."""
     number = str(size).strip().rstrip("bB").strip()
-    if number.isdecimal() and len(number) <= 6 and int(number):
+    if len(number) <= 6 and whole_number(number):
         return f"Did you mean {number}GiB?"
     return f"Give {least_bytes:,} bytes or more, such as 64GiB."
 

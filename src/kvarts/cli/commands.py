@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
+from io import StringIO
 
 import click
 
+from kvarts.cli.completed import complete_in_shells
 from kvarts.cli.options import Group
-from kvarts.cli.process import signal_that_came, version_line
+from kvarts.cli.process import say, signal_that_came, version_line
 
 __all__ = ["COMMANDS", "call_command", "cli"]
 
@@ -29,6 +31,8 @@ Begin with:
 COMMANDS = {
     "calibrate": "calibrate",
     "compare": "calibrate",
+    "completion": "completion",
+    "engine": "engine",
     "generate": "llm_prompts",
     "mock": "mock",
     "model": "model",
@@ -82,6 +86,7 @@ def cli() -> None:
 
 def call_command() -> object:
     """Run the command line in `sys.argv` with click; return the exit code of the command."""
+    complete_in_shells()
     try:
         return cli(standalone_mode=False)
     except click.Abort as error:
@@ -89,5 +94,7 @@ def call_command() -> object:
     except click.ClickException as error:
         if signal_that_came():
             raise
-        error.show()
+        with StringIO() as shown:
+            error.show(shown)
+            say(shown.getvalue().removesuffix("\n"))
         return error.exit_code

@@ -92,7 +92,7 @@ NEEDS = (
     Need(("--speedup",), ("--mock",), commands=("serve sessions",)),
     Need(("--set top_k", "--set top_p", "--set min_p"), ("--temperature",), commands=("generate", "profile")),
     Need(("--open",), ("--html",)),
-    Need(("--set server_pid",), ("--address",), commands=("soak",)),
+    Need(("--host", "--port", "--set server_pid"), unless=("--virtual",), commands=("soak",)),
     Need(("--set every",), unless=("--quiet",), commands=("watch",)),
     Need(("--set max_rss_growth",), ("--set server_pid",), unless=("--virtual",), commands=("soak",)),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from msgspec import convert
 
 from kvarts.base.errors import ConfigError, InputError, MissingFileError
 from kvarts.base.files import reading
+from kvarts.base.terminal import in_line
 from kvarts.cli.options import INPUT, Command
 from kvarts.cli.process import Progress
 
@@ -58,6 +60,8 @@ def story_command(file: Path, request_name: str | None, block_name: str | None, 
     paths = [path for run in runs for _, path in run.journals()] if is_run else [file]
     if not paths:
         raise MissingFileError("has no journal", path=file, hint="Write one with `kvarts replay --run-dir`.")
+    if request_name is not None:
+        request_name = in_line(request_name)
     failure: InputError | None = None
     told = False
     if not asked:
@@ -130,7 +134,7 @@ def _rows_of(runs: Sequence[RunDirectory]) -> tuple[dict[Path, list[RequestTimes
             if row.replica in of_replica:
                 of_replica[row.replica].append(
                     RequestTimes(
-                        name=row.request_id,
+                        name=in_line(row.request_id),
                         arrival_ms=row.arrival_ms,
                         first_admitted_ms=row.first_admitted_ms,
                         first_token_ms=row.first_token_ms,
@@ -177,5 +181,5 @@ def _slowest_of(runs: Sequence[RunDirectory], paths: Sequence[Path], file: Path)
         "",
         *(f"{each.name:<{width}}{text}" for each, text in found),
         "",
-        f"why: kvarts story {file} --request {found[0][0].name}",
+        f"why: {shlex.join(['kvarts', 'story', str(file), '--request', found[0][0].name])}",
     ]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from kvarts.base.documents import Column, Document, Table
 from kvarts.base.files import check_writable, is_standard_output, write_whole
 from kvarts.base.settings import Given, Section
 from kvarts.base.units import as_duration, as_hits, as_percent
@@ -46,57 +47,48 @@ COSTS = {
 }
 
 
-def render_fleet(summary: dict[str, Any]) -> str:
+def render_fleet(summary: dict[str, Any]) -> Document:
     """Return the table of a replay, followed by the fleet's rows: the parts of TTFT, each pool, links."""
     fleet = summary["fleet"]
-    lines = [render_table(summary)]
+    lines: list[str | Table] = [*render_table(summary).blocks, ""]
     if fleet["waits"] and summary["num_completed"]:
-        lines.append(f"{'of TTFT':<14}" + "".join(f"{name:>12}" for name in ("mean", "p50", "p90", "p99", "max")))
-        for name, words in WAITS.items():
-            values = fleet["waits"][name]
-            cells = "".join(f"{as_duration(values[column]):>12}" for column in ("mean", "p50", "p90", "p99", "max"))
-            lines.append(f"{words:<14}{cells}")
-        lines.append("")
-    models = fleet.get("models", ())
-    width = max(14, *(len(name) + 2 for name in (*map(_pool, fleet["pools"]), *(model["name"] for model in models))))
-    for model in models:
+        names = ("mean", "p50", "p90", "p99", "max")
+        waits = [[words, *(as_duration(fleet["waits"][part][name]) for name in names)] for part, words in WAITS.items()]
+        lines += [Table([Column("of TTFT", 14, is_text=True), *(Column(name, 12) for name in names)], waits), ""]
+    rows: list[tuple[str, str]] = []
+
+    def add(name: str, *parts: str) -> None:
+        rows.append((name, "".join(parts)))
+
+    for model in fleet.get("models", ()):
         ttft, tpot = model["ttft_ms"], model["tpot_ms"]
-        lines.append(
-            f"{model['name']:<{width}}{model['num_completed']:,} of {model['num_requests']:,} requests completed, "
-            f"{as_hits(model['prefix_hit_ratio'])} hits"
-        )
-        lines.append(
-            f"{'':<{width}}TTFT p50 {as_duration(ttft['p50'])}, p99 {as_duration(ttft['p99'])}; "
-            f"TPOT p50 {as_duration(tpot['p50'])}, p99 {as_duration(tpot['p99'])}"
-        )
-    lines += [
-        f"{_pool(pool):<{width}}{_workers(pool)}, {as_percent(pool['busy_pct'])} busy, "
-        f"pages: peak {as_percent(pool['peak_used_pct'])}, {pool['gpu_hours']:.3g} GPU hours"
-        for pool in fleet["pools"]
-    ]
+        completed = f"{model['num_completed']:,} of {model['num_requests']:,} requests completed"
+        add(f"{model['name']}  ", f"{completed}, {as_hits(model['prefix_hit_ratio'])} hits")
+        add("", f"TTFT p50 {as_duration(ttft['p50'])}, p99 {as_duration(ttft['p99'])}; ",
+            f"TPOT p50 {as_duration(tpot['p50'])}, p99 {as_duration(tpot['p99'])}")  # fmt: skip
+    for pool in fleet["pools"]:
+        add(f"{_pool(pool)}  ", f"{_workers(pool)}, {as_percent(pool['busy_pct'])} busy, ",
+            f"pages: peak {as_percent(pool['peak_used_pct'])}, {pool['gpu_hours']:.3g} GPU hours")  # fmt: skip
     if "cost" in fleet:
-        lines.append(f"{'cost':<{width}}{_cost(fleet)}")
+        add("cost", _cost(fleet))
     if fleet["transferred_bytes"]:
         num_local = fleet.get("num_local_prefills", 0)
         local = f", {num_local:,} prompts computed where they are continued" if num_local else ""
-        lines.append(f"{'links':<{width}}{as_bytes(fleet['transferred_bytes'])} sent{local}")
+        add("links", f"{as_bytes(fleet['transferred_bytes'])} sent{local}")
     if "store" in fleet:
-        stores = fleet["store"] if "models" in fleet else [fleet["store"]]
-        lines += [f"{'store':<{width}}{_store(store)}" for store in stores]
+        for store in fleet["store"] if "models" in fleet else [fleet["store"]]:
+            add("store", _store(store))
     if "faults" in fleet:
         faults = fleet["faults"]
-        lines.append(
-            f"{'faults':<{width}}{faults['num_faults']:,}, {faults['num_failed_transfers']:,} transfers failed, "
-            f"{faults['num_restarted']:,} requests went on elsewhere, "
-            f"{faults['recomputed_tokens']:,} of their tokens computed again"
-        )
+        add("faults", f"{faults['num_faults']:,}, {faults['num_failed_transfers']:,} transfers failed, ",
+            f"{faults['num_restarted']:,} requests went on elsewhere, ",
+            f"{faults['recomputed_tokens']:,} of their tokens computed again")  # fmt: skip
     if fleet["num_deadlocks"]:
         first = fleet["deadlocks"][0]
-        lines.append(
-            f"{'DEADLOCK':<{width}}{fleet['num_deadlocks']} times nothing could go on, first at "
-            f"{as_duration(first['at_ms'])} on worker {first['replica']}: request {first['request_id']} was given up"
-        )
-    return "\n".join(lines) + "\n"
+        add("DEADLOCK", f"{fleet['num_deadlocks']} times nothing could go on, first at {as_duration(first['at_ms'])} ",
+            f"on worker {first['replica']}: request {first['request_id']} was given up")  # fmt: skip
+    lines.append(Table([Column("", 14, is_text=True), Column("", 0, is_text=True)], rows))
+    return Document.of(lines)
 
 
 def _cost(fleet: dict[str, Any]) -> str:

@@ -60,8 +60,8 @@ def http_options() -> list[click.Option]:
                help="0: a free one."),
         option(listening, "--tls-cert", metavar="FILE", type=INPUT, help="Certificate, PEM. With --tls-key: encrypt."),
         option(listening, "--tls-key", metavar="FILE", type=INPUT, help="Its key."),
-        option(listening, "--insecure", count=True,
-               help="Given twice: allow an address that other machines reach, without TLS or without a key."),
+        option(listening, "--insecure", is_flag=True,
+               help="Allow an address that other machines reach, without TLS or without a key."),
         option(listening, "--served-model-name", "names", metavar="NAME", multiple=True,
                help="Name of the model for clients. May be repeated."),
         key(listening, "--lora", "adapters", metavar="NAME[=PATH]", multiple=True,
@@ -95,8 +95,6 @@ def http_options() -> list[click.Option]:
             help="Their retry-after header."),
         key(taking, "--max-body-bytes", metavar="N", type=click.IntRange(min=1024), default=8 * 1024 * 1024,
             show_default=True, help="Refuse longer requests."),
-        key(taking, "--trust-request-chat-template", is_flag=True,
-            help="Render the chat templates that requests bring, which may compute for ever."),
         option(recording, "--record", metavar="FILE", type=OUTPUT,
                help="At the end, write the requests that arrived to FILE (.jsonl), for `kvarts replay`."),
         key(recording, "--kv-cache-metrics", is_flag=True,
@@ -111,10 +109,10 @@ def http_options() -> list[click.Option]:
 def need_http() -> None:
     """Raise ConfigError if the libraries of servers are not installed."""
     # The libraries are looked up, not imported: prometheus_client is imported only when /metrics needs it.
-    missing = [name for name in ("httptools", "prometheus_client", "uvicorn") if find_spec(name) is None]
+    missing = [name for name in ("httptools", "prometheus_client") if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"a server needs uvicorn, httptools and prometheus-client (there is no {', no '.join(missing)})",
+            f"a server needs httptools and prometheus-client (there is no {', no '.join(missing)})",
             hint="pip install 'kvarts[serve]'.",
         )
 

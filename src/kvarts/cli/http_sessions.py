@@ -126,31 +126,29 @@ def _why_not(opened: Opened, values: dict[str, Any]) -> str:
         given.append("several")
     if values["record"] is not None:
         given.append("record")
+    if any(served.host.memory is not None and served.host.memory.hit_pages > 1 for served in opened.models):
+        given.insert(0, "sizes")
     return why_not(*given)
 
 
 def beside(values: dict[str, Any], settings: dict[str, Any], owners: Any) -> list[ServesRuntime]:
-    """Return the server of OpenAI's API that runs next to gRPC, if `--http` asks for it. Raise ConfigError.
+    """Return the server of OpenAI's API that runs next to gRPC, if `--http-port` asks for it. Raise ConfigError.
 
     With a mock, sets `mock` in `settings`, the arguments of `open_sessions`, so that the mock generates words.
     """
-    if values["http"] is None:
+    if values["http_port"] is None:
         return []
     need_http()
     from kvarts.doors.openai.server import Address
     from kvarts.doors.openai.sessions.door import open_beside, word_mock
 
-    host, colon, port = values["http"].rpartition(":")
-    if not colon or not port.isdecimal():
-        raise ConfigError(f"must be HOST:PORT, got {values['http']!r}", field="http")
     address = Address(
-        host=host.strip("[]"),
-        port=int(port),
+        host=values["host"],
+        port=values["http_port"],
         has_keys=owners is not None,
         tls_cert=values["tls_cert"],
         tls_key=values["tls_key"],
         insecure=values["insecure"],
-        field="http",
         key_option="--token-file",
     )
     if values["mock"]:

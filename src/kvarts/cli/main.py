@@ -41,11 +41,13 @@ def _code_of(error: Exception) -> int:
     """Print the message of the `error` of a command; return its exit code. Raise errors that are bugs of kvarts."""
     match error:
         case ReaderGoneError():
-            return error.exit_code  # nothing is left to print
+            return 0  # it has read what it wanted
+        case OutputError() if isinstance(error.__cause__, BrokenPipeError) and error.path == "-":
+            return 0
         case KvartsError():
             return _failed(str(error).replace("\n", "\\n"), error.exit_code)
         case BrokenPipeError():
-            return 7  # where a caller of `main` uses other streams than those of `guard_streams`
+            return 0  # where a caller of `main` uses other streams than those of `guard_streams`
         case OSError():
             return _failed(str(OutputError(f"{error.strerror or error}", path=error.filename)), 7)
         case MemoryError():

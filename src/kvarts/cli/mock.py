@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from kvarts.base.errors import ConfigError, MissingFileError
-from kvarts.base.settings import Given, given_by_flags
+from kvarts.base.settings import Flags, Given, given_by_flags, settings_of
 from kvarts.cli import (
+    front_end,
     http_sessions,
     kv_events,
     mock_fleet,
@@ -24,17 +28,19 @@ from kvarts.cli.http_options import (
     need_http,
     serve_http,
 )
-from kvarts.cli.options import INPUT, Command, GroupedOption, KeyOption, options_of, vllm_option
+from kvarts.cli.options import INPUT, GroupedOption, KeyOption, line_options, options_of
 from kvarts.cli.parts import check_engine_options, engine_options, with_engine_options
-from kvarts.cli.process import tell_whole_pages
+from kvarts.cli.process import say, tell_whole_pages
 from kvarts.cli.replaying import all_sections
 from kvarts.plan.policy import with_policy
+from kvarts.sim.sglang import SGLANG_NAMES
 
 if TYPE_CHECKING:
     from kvarts.doors.openai.opening import Opened
     from kvarts.doors.openai.running import MockConfig
+    from kvarts.sim.config import ReplayConfig
 
-__all__ = ["mock_command"]
+__all__ = ["engine_and_text_options", "engine_of_mock", "mock_command"]
 
 KEYS = (
     "model",
@@ -42,6 +48,7 @@ KEYS = (
     "kv_dtype",
     "device",
     "tensor_parallel",
+    "pipeline_parallel",
     "kv_memory",
     "memory_fraction",
     "pages",
@@ -55,41 +62,61 @@ KEYS = (
     "mamba_cache_mode",
     "audit",
     "eviction",
+    "engine",
+    "no_prefix_caching",
+    "long_prefill_token_threshold",
+    "prefill_schedule_interval",
+    *sorted(SGLANG_NAMES),
 )
 TABLES = ("offload.",)
-SHOWN = ("model", "device", "tensor_parallel", "kv_memory", "pages", "page_size", "max_batched_tokens", "max_seqs",
-         "cost", "audit", "kv_groups", "offload.host_memory")  # fmt: skip
+SHOWN = ("model", "device", "engine", "tensor_parallel", "kv_memory", "pages", "page_size", "max_batched_tokens",
+         "max_seqs", "cost", "audit", "kv_groups", "offload.host_memory")  # fmt: skip
 """The settings with an option of their own, among those of KEYS and TABLES."""
-DEFAULT_MODEL, DEFAULT_DEVICE = "llama-3.1-8b", "h100-80gb"
 
 
-def _options() -> list[click.Parameter]:
-    """Return the options of the mock's engine, which are settings of a replay, of the mock, and of a server."""
+def engine_and_text_options(shown: Collection[str] = SHOWN) -> list[click.Parameter]:
+    """Return the options of the mock's engine, which are settings of a replay, and of what it writes.
+
+    `shown`: the keys of settings that are options; the others are keys of `--set`.
+    """
     sections = all_sections()
     keys = [*KEYS, *(setting.key for section in sections if not section.is_named for setting in section.settings
                      if setting.key.startswith(TABLES))]  # fmt: skip
-    of_engine: dict[str, click.Option] = {option.opts[0]: option for option in options_of(sections, keys, SHOWN)}
-    of_engine.update(mock_sharing.options())
+    of_engine: dict[str, click.Option] = {option.opts[0]: option for option in options_of(sections, keys, shown)}
     of_engine.update({option.opts[0]: option for option in engine_options()})
-    of_mock = [
+    of_mock: list[click.Parameter] = [
         GroupedOption(["--seed"], group="Mock", metavar="N", type=int, default=0, help="Seed of its text. [0]"),
         GroupedOption(["--speedup"], group="Mock", metavar="X", type=float, default=1.0,
                       help="Steps take 1/X of their time. [1]"),
         GroupedOption(["--output-tokens"], group="Mock", metavar="N", type=click.IntRange(min=1),
                       help="Mean length of answers, which end at max_tokens at the latest. [128]"),
+    ]  # fmt: skip
+    return [*of_engine.values(), *of_mock]
+
+
+def _options() -> list[click.Parameter]:
+    """Return the options of the mock's engine, of the mock, and of a server."""
+    several = mock_sharing.options()
+    of_mock = [
+        GroupedOption(["--any-model"], group="Mock", is_flag=True,
+                      help="Answer requests for any model name, such as gpt-4o, and not only for its own."),
         GroupedOption(["--answers"], group="Mock", metavar="FILE", type=INPUT,
                       help="Its answers, as rules in a .toml or .json."),
         KeyOption(["--media"], group="Mock", type=click.Choice(["openai", "qwen", "gemma", "claude"]),
                   help="Count images and audio as models of this family do. [by --model, else openai]"),
     ]  # fmt: skip
-    options: list[click.Parameter] = [*of_engine.values(), *of_mock, *http_options(), *failure_options()]
+    options: list[click.Parameter] = [
+        *(several.pop(option.opts[0], option) for option in engine_and_text_options()),
+        *several.values(), *of_mock, *http_options(), *failure_options(),
+    ]  # fmt: skip
     options += kv_events.server_options()
     options += http_sessions.server_options()
     options += mock_fleet.server_options()
-    return [*options, vllm_option()]
+    options += front_end.front_end_options()
+    return [*options, *line_options()]
 
 
-@click.command("mock", cls=Command, params=_options())
+@click.command("mock", cls=front_end.MockCommand, params=_options())
 def mock_command(**params: Any) -> None:
     """Serve OpenAI's API from a mock: the scheduler, cache and queues of kvarts on the wall clock, without a model.
 
@@ -105,13 +132,18 @@ def mock_command(**params: Any) -> None:
     check_engine_options(given)
     if "model" in given:
         _check_model(str(given["model"]))
-    given = _over_default(given, sections)
+    theirs = click.get_current_context().meta[front_end.THEIRS]
+    if params["front_end"] == "vllm":
+        front_end.serve_behind(given, sections, params, theirs, partial(engine_of_mock, sections=sections))
+        return
+    if theirs:
+        raise click.UsageError(f"{theirs[0]} is after --, where arguments of vllm serve are: give --front-end vllm.")
     need_http()
+    given = _over_default(given, sections)
     from kvarts.doors.openai.answers import load_rules
     from kvarts.doors.openai.opening import Door, MockSettings
     from kvarts.doors.openai.running import open_mock
     from kvarts.doors.openai.served import Limits
-    from kvarts.sim.config import resolve_replay
     from kvarts.sim.hardware import resolve_hardware
 
     keys = keys_of(params)
@@ -121,11 +153,11 @@ def mock_command(**params: Any) -> None:
         retry_after_s=params["retry_after"],
         max_model_len=params["max_model_len"] or 131_072,
         max_body_bytes=params["max_body_bytes"],
-        trust_request_chat_template=params["trust_request_chat_template"],
         default_tokens=params["output_tokens"],
     )
     door = Door(
         names=params["names"],
+        any_model=params["any_model"],
         adapters=params["adapters"],
         **door_settings(params, keys),
         limits=limits,
@@ -144,18 +176,52 @@ def mock_command(**params: Any) -> None:
         config = mock_sharing.config_if_several(given, sections, params)
     if config is None:
         asked = {"windows": "session_window"} if params["session_window"] else {}
-        config = resolve_replay(given, sections, asked=asked)
-        tell_whole_pages(config)
-        if "eviction" in given:
-            config = with_policy(config, given, None)
+        config = engine_of_mock(given, sections, asked, max_model_len=params["max_model_len"])
         token_bytes = resolve_hardware(given).get("kv_bytes_per_token", 0)
     with ExitStack() as stack:
-        readers = kv_events.ServerReaders(stack, params)
+        readers = kv_events.open_readers(stack, params)
         settings = MockSettings(model=name, speedup=speedup, token_bytes=token_bytes, readers=readers)
         opened = open_mock(config, door, settings)
         if not is_fleet:
             http_sessions.open_sessions_of(opened, params, keys)
         serve_http(opened, address, params, what=_told(opened))
+
+
+def engine_of_mock(
+    given: Given, sections: Any, asked: Mapping[str, str] = {}, *, max_model_len: int | None = None
+) -> ReplayConfig:
+    """Return the engine of a mock. It plans a step when the one before has ended, so that its tokens are known.
+
+    `max_model_len`: the length for which vLLM plans, if the mock starts as vLLM; by default, the model's.
+    """
+    from kvarts.sim.config import OF_START, is_of_start, reason_of, resolve_replay
+
+    try:
+        of_length = Given() if max_model_len is None else _of_length(max_model_len)
+        config = resolve_replay(of_length.over(given), sections, asked=asked)
+    except ConfigError as refusal:
+        if is_of_start(refusal) and "engine" in given:
+            raise
+        config = resolve_replay(given, sections, asked=asked)
+        if config.start is not None:
+            raise
+        if is_of_start(refusal):  # else there is no start to plan for
+            config = msgspec.structs.replace(config, not_started=reason_of(refusal))
+    tell_whole_pages(config)
+    if config.not_started and not any(key in given for key in OF_START):
+        say(f"kvarts: not as vLLM 0.33 starts: {config.not_started}")
+    if "eviction" in given:
+        config = with_policy(config, given, None)
+    return msgspec.structs.replace(config, async_scheduling=False) if config.async_scheduling else config
+
+
+def _of_length(max_model_len: int) -> Given:
+    from kvarts.sim.hardware import ModelSettings
+
+    given = Given()
+    length = next(each for each in settings_of(ModelSettings) if each.field == "max_model_len")
+    given.add(length, max_model_len, Flags())
+    return given
 
 
 def _check_model(name: str) -> None:
@@ -184,6 +250,7 @@ def _over_default(given: Given, sections: Any) -> Given:
     if given.in_table("models") or any(key in given for key in ("model", "device", "cost")):
         return given
     from kvarts.base.settings import given_in
+    from kvarts.doors.openai.running import DEFAULT_DEVICE, DEFAULT_MODEL
 
     values: dict[str, Any] = {"model": DEFAULT_MODEL, "device": DEFAULT_DEVICE}
     return given.over(given_in(values, sections))

@@ -13,7 +13,7 @@ from kvarts.base.settings import Section, given_by_flags
 from kvarts.base.units import as_memory
 from kvarts.cli import llm_model
 from kvarts.cli.model_start import START_OPTIONS, start_settings, started
-from kvarts.cli.options import INPUT, Command, Group, options_of, vllm_option
+from kvarts.cli.options import INPUT, Command, Group, line_options, options_of
 from kvarts.cli.process import print_json
 from kvarts.core.config import EngineConfig
 from kvarts.core.kv.number_formats import is_fp8, kv_bits
@@ -136,6 +136,7 @@ def list_command() -> None:
     """
     from kvarts.cost.hardware.device import device_names, load_device
     from kvarts.cost.hardware.model_config import hub_models, load_geometry, preset_names
+    from kvarts.run.model_files import MODELS
 
     width = max(len(name) for name in (*preset_names(), *device_names())) + 2
     click.echo(f"{'model':<{width}}{'parameters':>12}{'weights':>12}{'KV a token':>14}  source")
@@ -157,6 +158,10 @@ def list_command() -> None:
             f"{name:<{width}}{as_memory(device.memory_bytes):>12}{device.bandwidth_bytes_per_s / 1e9:>7,.0f} GB/s"
             f"{device.tflops['bfloat16']:>8,.0f} Tflop/s  {device.source}"
         )
+    click.echo()
+    click.echo("downloads, with weights: `kvarts model get NAME`")
+    for name, model in MODELS.items():
+        click.echo(f"{name:<{width}}{model.num_bytes / 1e6:>9,.0f} MB  {model.what}")
 
 
 def _in_billions(count: int) -> str:
@@ -191,7 +196,7 @@ SHOWN = ("device", "tensor_parallel", "page_size", "weight_dtype", "kv_dtype", "
 @model_command.command(
     "show",
     cls=Command,
-    params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS, SHOWN), *START_OPTIONS, vllm_option()],
+    params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS, SHOWN), *START_OPTIONS, *line_options("vllm serve")],
 )
 @click.option(
     "--sequence-tokens", metavar="N", type=int, help="Also print the bytes of a sequence of N tokens. [32768]"
@@ -351,4 +356,5 @@ def _rows(
 
 
 model_command.add_command(llm_model.check_command)
+model_command.add_command(llm_model.get_command)
 model_command.add_command(llm_model.tiny_command)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvarts.base.errors import ConfigError
+from kvarts.base.errors import ConfigError, InputError
+from kvarts.base.files import read_text
 from kvarts.base.units import parse_bytes
 from kvarts.cli.options import GroupedOption, KeyOption
 
@@ -41,11 +44,16 @@ def _key(name: str, text: str, **attributes: Any) -> KeyOption:
 
 
 START_OPTIONS = (
-    _option("--engine", "Print what this version prints when it starts: vllm (0.33), vllm==0.32.", metavar="NAME"),
+    _option(
+        "--engine",
+        "Print what this version prints as it starts: vllm (0.33), vllm==0.32, none. [none; vllm if layers keep less]",
+        metavar="NAME",
+    ),
     _option(
         "--available-kv-memory",
-        "Bytes for KV on each device, as vLLM logs them: 44.1GiB. [an interval, from the device]",
-        metavar="SIZE",
+        "Bytes for KV on each device, as vLLM logs them: 44.1GiB, or the log itself. [an interval, from the device]",
+        metavar="SIZE|@LOG",
+        key="available_kv_memory",
     ),
     _key(
         "--max-model-len",
@@ -61,6 +69,28 @@ START_OPTIONS = (
     ),
     _key("--no-prefix-caching", "Without the prefix cache: states are kept whole.", is_flag=True),
     _key("--no-async-scheduling", "Plan each step after the one before it has ended.", is_flag=True),
+    _key("--no-chunked-prefill", "Prompts in one step, which then has as many tokens as the longest.", is_flag=True),
+    _key(
+        "--pages",
+        "vLLM's --num-gpu-blocks-override: blocks, whatever the memory is.",
+        metavar="N",
+        type=click.IntRange(min=1),
+    ),
+    _key(
+        "--decode-context-parallel-size",
+        "Devices that share the tokens of a request. [1]",
+        metavar="N",
+        type=click.IntRange(min=1),
+    ),
+    _key("--disable-hybrid-kv-cache-manager", "Windows and chunks keep all tokens.", is_flag=True),
+    _key("--enforce-eager", "No CUDA graphs, which need a block of states for each sequence.", is_flag=True),
+    _key(
+        "--performance-mode",
+        "throughput doubles the tokens of a step and the sequences.",
+        metavar="NAME",
+        type=click.Choice(["balanced", "interactivity", "throughput"]),
+    ),
+    _key("--mamba-ssm-cache-dtype", "Number format of recurrent states. [that of the model]", metavar="NAME"),
 )
 """Options of `model show` that need --engine, and --engine."""
 
@@ -92,6 +122,12 @@ class Started:
         return rows
 
     def _what_to_change(self, plan: Plan) -> str:
+        if self.start.longest is not None:
+            return f"Give --max-model-len {self.start.longest}, or less."
+        if self.start.refusal is not None and "num_groups" in self.start.refusal:
+            return "Give --tensor-parallel a divisor of the groups of states."
+        if self.start.refusal is not None and "context-parallel" in self.start.refusal:
+            return "Leave out --decode-context-parallel-size, or give a divisor of the devices per KV head."
         if self.start.refusal is not None:
             return "Give a device of a later generation, or another --kv-dtype if vLLM asks for it."
         if plan.num_blocks is not None:
@@ -142,13 +178,15 @@ def _values(start: Start, plan: Plan) -> dict[str, Any]:
 def started(
     geometry: Geometry, device: Device | None, on: DeviceSettings, settings: Mapping[str, Any], kv_dtype: str | None
 ) -> Started | None:
-    """Return the start that the options ask for; None without --engine.
+    """Return the start that the options ask for, or None.
 
-    Raise ConfigError for options of a start without --engine, and for --engine without a device.
+    Without --engine, models with layers that keep less on a device start as vLLM's newest version, unless a page size
+    is given. Raise ConfigError for options of a start without one, and for --engine without a device.
     """
     asked = {name: settings[name] for name in _names() if settings[name] not in (None, False)}
-    engine = asked.pop("engine", None)
-    if engine is None:
+    is_default = device is not None and geometry.keeps_less and settings["set_page_size"] is None
+    engine = asked.pop("engine", "vllm" if is_default else "none")
+    if engine == "none":
         if asked:
             raise ConfigError("needs --engine vllm", field=f"--{next(iter(asked)).replace('_', '-')}")
         return None
@@ -170,15 +208,44 @@ def started(
         num_drafts=settings["speculative_tokens"] or 0,
         has_prefix_caching=not settings["no_prefix_caching"],
         has_async_scheduling=not settings["no_async_scheduling"],
+        has_chunked_prefill=not settings["no_chunked_prefill"],
+        has_hybrid_manager=not settings["disable_hybrid_kv_cache_manager"],
+        has_full_graphs=not settings["enforce_eager"],
+        is_throughput=settings["performance_mode"] == "throughput",
+        context_parallel=settings["decode_context_parallel_size"] or 1,
+        num_blocks_override=settings["pages"],
+        ssm_dtype=settings["mamba_ssm_cache_dtype"],
     )
     decided = start(geometry, device, wanted)
     if (given := settings["available_kv_memory"]) is None:
         return Started(decided, available_bytes(geometry, device, wanted, decided))
+    return Started(decided, Available.exactly(_bytes_given(given)))
+
+
+_LOGGED = re.compile(r"Available KV cache memory: ([0-9.]+ ?[KMGT]iB)")
+
+
+def _bytes_given(text: str) -> int:
+    """Return the bytes of a size, of vLLM's line with it, or of the log file that `text` names with `@`.
+
+    A log has a line of each device: the least counts. Raise ConfigError, MissingFileError or InputError.
+    """
+    field = "--available-kv-memory"
+    if text.startswith("@"):
+        path = Path(text[1:])
+        logged = _LOGGED.findall(read_text(path, hint=f"Check the path of {field}."))
+        if not logged:
+            raise InputError(
+                "has no line 'Available KV cache memory: N GiB'",
+                path=path,
+                hint="Give the size instead, or another log.",
+            )
+        return min(parse_bytes(size) for size in logged)
+    line = _LOGGED.search(text)
     try:
-        size = parse_bytes(given)
+        return parse_bytes(text if line is None else line[1])
     except ConfigError as error:
-        raise ConfigError(error.what, field="--available-kv-memory", hint=error.hint) from error
-    return Started(decided, Available.exactly(size))
+        raise ConfigError(error.what, field=field, hint=error.hint) from error
 
 
 def _names() -> list[str]:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 import msgspec
+from click.shell_completion import CompletionItem
 
 from kvarts.base.errors import ConfigError, did_you_mean, renamed
 from kvarts.base.files import check_outputs
@@ -28,6 +29,7 @@ from kvarts.base.settings import (
     param_of_inline,
     value_kind,
 )
+from kvarts.cli.completed import NamesType, PathRole, keys_completed, names_of, path_completed
 from kvarts.cli.effects import check_effects
 from kvarts.cli.helps import common_of, examples_of, groups_of, summary_of
 from kvarts.cli.process import say
@@ -38,6 +40,7 @@ __all__ = [
     "DERIVED",
     "DIRECTORY",
     "INPUT",
+    "LINES",
     "OUTPUT",
     "WINDOW",
     "Command",
@@ -48,14 +51,13 @@ __all__ = [
     "grouped",
     "in_our_words",
     "key_option",
+    "line_options",
     "open_option",
     "options_of",
     "role_of",
     "set_option",
-    "vllm_option",
 ]
 
-PathRole = Literal["input", "output", "derived", "directory"]
 ALIASES = {
     "--num-gpu-blocks-override": "--pages",
     "--block-size": "--page-size",
@@ -74,19 +76,35 @@ ALIASES = {
     "--kv-cache-dtype": "--kv-dtype",
     "--kv-cache-memory-bytes": "--kv-memory",
     "--no-enable-prefix-caching": "--no-prefix-caching",
+    "--chunked-prefill-size": "--max-batched-tokens",
+    "--max-running-requests": "--max-seqs",
+    "--mem-fraction-static": "--memory-fraction",
     **{
         name: name
         for name in (
             "--chat-template",
+            "--disable-overlap-schedule",
+            "--disable-priority-preemption",
+            "--enable-priority-scheduling",
             "--enforce-eager",
             "--kv-cache-metrics",
             "--kv-cache-metrics-sample",
             "--max-model-len",
+            "--max-prefill-tokens",
             "--no-async-scheduling",
+            "--priority-scheduling-preemption-threshold",
+            "--hicache-ratio",
+            "--hicache-size",
+            "--hicache-write-policy",
+            "--radix-eviction-policy",
+            "--radix-eviction-policy-config",
+            "--retraction-policy",
+            "--schedule-conservativeness",
+            "--schedule-low-priority-values-first",
+            "--schedule-policy",
             "--tokenizer",
             "--tool-call-parser",
             "--trust-remote-code",
-            "--trust-request-chat-template",
             "--column",
             "--output-tokens",
             "--run",
@@ -94,9 +112,9 @@ ALIASES = {
         )
     },
 }
-"""Options of `vllm serve`, and the option here with the same meaning and values; it may be a key of `--set`.
+"""Options of `vllm serve` and of SGLang's server, and the option here with the same meaning and values.
 
-The last four are keys of all commands that read traces, and may be spelled as options.
+It may be a key of `--set`. The last four are keys of all commands that read traces, and may be spelled as options.
 """
 
 ANSWERS = {
@@ -107,14 +125,13 @@ ANSWERS = {
     "--kv-offloading-size": "give --host-memory 64GiB",
     "--num-gpu-blocks": "give --pages N",
     "--quantization": "give --set weight_dtype=fp8, and --set kv_dtype=fp8 for KV",
-    "--scheduling-policy": "requests are ordered by priority and arrival; for another policy see "
-    "docs/guide-policies.md",
     "--swap-space": "give --host-memory 64GiB",
     "-q": "give --set weight_dtype=fp8, and --set kv_dtype=fp8 for KV",
 }
 """Options of `vllm serve` without an equivalent, and what to do instead."""
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-VLLM_ARGS = "--vllm-args"
+LINES = {"--vllm-args": "vllm serve", "--sglang-args": "sglang serve"}
+"""Options that take argument lines of servers, and what starts these."""
 HELP_ALL = "kvarts.help_all"
 NEVER = ("--set reclaim_after_s",)
 """Options that accept `inf`, which means never."""
@@ -132,6 +149,9 @@ class _PathType(click.ParamType):  # type: ignore[type-arg]  # generic in newer 
         if value == "-" and self.role == "directory":
             self.fail("standard output is not a directory; use ./- for a directory of that name", param, ctx)
         return Path(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[Any]]:
+        return path_completed(self.role, param, incomplete)
 
 
 INPUT = _PathType("input")
@@ -262,6 +282,10 @@ class Command(click.Command):
         super().__init__(name, params=[*shown, *([set_option()] if keys else [])], **attributes)
         self.keys = keys
         self.checks_effects = checks_effects
+        has_weights = any(param.opts[0] == "--dtype" for param in self.every)
+        for param in self.every:
+            if param.type is click.STRING and (names := names_of(param, has_weights=has_weights)) is not None:
+                param.type = NamesType(names)
 
     @property
     def every(self) -> list[click.Parameter]:
@@ -269,34 +293,41 @@ class Command(click.Command):
         return [*self.params, *self.keys]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse, after renaming vLLM's options and reading `--set` and `--vllm-args`."""
+        """Parse, after renaming vLLM's options and reading `--set` and argument lines of servers."""
         known = {name for param in self.params for name in param.opts}
         keys = self.known_keys()
-        if VLLM_ARGS in known:
-            args = self._with_line(args, keys)
+        if not known.isdisjoint(LINES):
+            args = self._with_lines(args, keys, LINES.keys() & known)
         return super().parse_args(ctx, in_our_words(args, known, keys))
 
-    def _with_line(self, args: Sequence[str], keys: Collection[str]) -> list[str]:
-        """Return `args` after the settings of vLLM's argument lines in them, over which the others win."""
-        lines: list[str] = []
+    def _with_lines(self, args: Sequence[str], keys: Collection[str], names: Collection[str]) -> list[str]:
+        """Return `args` after the settings of the argument lines in them, over which the others win.
+
+        `names`: the options that take lines.
+        """
+        lines: list[tuple[str, str]] = []
         others: list[str] = []
         words = iter(args)
         for word in words:
             name, equals, value = word.partition("=")
-            if name != VLLM_ARGS:
+            if name not in names:
                 others.append(word)
                 continue
             line = value if equals else next(words, None)
             if line is None:
-                raise click.UsageError(f"Option '{VLLM_ARGS}' requires an argument.")
-            lines.append(line)
+                raise click.UsageError(f"Option '{name}' requires an argument.")
+            lines.append((name, line))
         if not lines:
             return others
-        from kvarts.cli.vllm_args import settings_of_line
+        if len({name for name, _ in lines}) > 1:
+            raise click.UsageError(f"{' and '.join(LINES)} are of two servers: leave one of them out.")
+        from kvarts.cli.argument_lines import settings_of_line
 
         has_model = any(param.human_readable_name == "MODEL" for param in self.params)
         given = [
-            pair for line in lines for pair in settings_of_line(line, keys.__contains__, has_model=has_model, say=say)
+            pair
+            for name, line in lines
+            for pair in settings_of_line(line, name, keys.__contains__, has_model=has_model, beside=others, say=say)
         ]
         if any(word.partition("=")[0] == "--model" for word in others):
             given = [pair for pair in given if pair[0] != "model"]  # that option may be repeated
@@ -474,18 +505,27 @@ def open_option(option: Callable[..., Decorator] = click.option) -> Decorator:
 
 def set_option() -> click.Option:
     """Return `--set` of a command with keys, which is read before the command line is parsed."""
+
+    def keys_of(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem[Any]]:
+        assert isinstance(ctx.command, Command)
+        return keys_completed(ctx.command.known_keys(), ctx, incomplete)
+
     return click.Option(
-        ["--set"], metavar="KEY=VALUE", multiple=True, expose_value=False,
+        ["--set"], metavar="KEY=VALUE", multiple=True, expose_value=False, shell_complete=keys_of,
         help="Any other setting; --help-all lists their keys. May be repeated.",
     )  # fmt: skip
 
 
-def vllm_option() -> click.Option:
-    """Return `--vllm-args`, which is read before the command line is parsed."""
-    return click.Option(
-        [VLLM_ARGS], metavar="LINE|@FILE", multiple=True, expose_value=False,
-        help="Settings in an argument line of `vllm serve`, or in a file with one. Options given here win.",
-    )  # fmt: skip
+def line_options(*servers: str) -> list[click.Option]:
+    """Return the options that take argument lines, which are read before the command line is parsed."""
+    return [
+        click.Option(
+            [name], metavar="LINE|@FILE", multiple=True, expose_value=False,
+            help=f"Settings in an argument line of `{server}`, or in a file with one. Options given here win.",
+        )
+        for name, server in LINES.items()
+        if not servers or server in servers
+    ]  # fmt: skip
 
 
 def options_of(

@@ -8,11 +8,12 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvarts import __version__
+from kvarts.base.documents import Column, Document, Table
 from kvarts.base.errors import ConfigError
-from kvarts.base.files import check_writable, is_standard_output, write_whole
+from kvarts.base.files import check_writable, is_standard_output, reading, write_whole
 from kvarts.base.units import as_duration, as_hits, as_percent
 from kvarts.cli.process import Progress, print_bytes, print_text, say
-from kvarts.sim.report.words import LIMITS, UNCERTAIN, in_memory, number, opening, wrapped
+from kvarts.sim.report.words import LIMITS, UNCERTAIN, UNMEASURED, in_memory, number, opening, wrapped
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,25 +40,27 @@ LATENCIES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "queue_ms")
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
-def render_table(summary: dict[str, Any]) -> str:
+def render_table(summary: dict[str, Any]) -> Document:
     """Return the table with a newline at the end; if nothing was completed, only the reason."""
     config = summary["config"]
     completed, rejected = summary["num_completed"], summary["num_rejected"]
-    lines = [f"{_fit(summary['trace'], 44)}: {summary['num_requests']:,} requests", *opening(config), ""]
+    lines: list[str | Table] = [
+        f"{_fit(summary['trace'], 44)}: {summary['num_requests']:,} requests",
+        *opening(config),
+        "",
+    ]
     if rejected and not completed:
-        return "\n".join([*lines, _row("requests", _counts(summary, completed, rejected))]) + "\n"
-    lines.append(f"{'':<8}" + "".join(f"{name:>12}" for name in COLUMNS))
+        return Document.of([*lines, _row("requests", _counts(summary, completed, rejected))])
+    rows = []
     for name in LATENCIES:
-        values = summary[name]
-        cells = "".join(f"{as_duration(values[column]):>12}" for column in COLUMNS)
-        lines.append(f"{name.removesuffix('_ms').upper():<8}{cells}")
+        rows.append([name.removesuffix("_ms").upper(), *(as_duration(summary[name][column]) for column in COLUMNS)])
         spread = summary.get("uncertainty", {}).get(name)
         if spread is not None:
-            known = "".join(f"{_plus_minus(spread.get(column)):>12}" for column in COLUMNS)
-            lines.append(f"{'':<8}{known}".rstrip())
+            rows.append(["", *(_plus_minus(spread.get(column)) for column in COLUMNS)])
     lines += [
+        Table([Column("", 8, is_text=True), *(Column(name, 12) for name in COLUMNS)], rows),
         "",
-        *([_row(*UNCERTAIN)] if summary.get("uncertainty") else []),
+        *([_row(*(UNCERTAIN if summary["uncertainty"] else UNMEASURED))] if "uncertainty" in summary else []),
         _row("duration", f"{as_duration(summary['duration_ms'])} in {summary['num_steps']:,} steps"),
         _row("requests", _counts(summary, completed, rejected)),
         _row(
@@ -82,7 +85,7 @@ def render_table(summary: dict[str, Any]) -> str:
             f"{_evicted(summary)} evicted",
         ),
         *_groups(summary),
-        _row("working set", _working_set(summary)),
+        _row("distinct", _distinct(summary)),
         _row(
             "preempted",
             f"{summary['num_preemptions']:,} times, {summary['num_recomputed_tokens']:,} tokens computed again",
@@ -91,7 +94,7 @@ def render_table(summary: dict[str, Any]) -> str:
         _row("limited by", _limit(summary["limited_by"])),
         *_warnings(summary),
     ]
-    return "\n".join(lines) + "\n"
+    return Document.of(lines)
 
 
 def _hits(summary: dict[str, Any]) -> str:
@@ -105,7 +108,7 @@ def _hits(summary: dict[str, Any]) -> str:
 
 
 def _plus_minus(value: float | None) -> str:
-    return "" if value is None else f"+-{as_duration(value)}"
+    return "" if value is None else f"±{as_duration(value)}"
 
 
 def _tiers(summary: dict[str, Any]) -> list[str]:
@@ -211,12 +214,11 @@ def _evicted(summary: dict[str, Any]) -> str:
     return f"{count:,} blocks" if of_blocks else f"{count:,}{in_memory(count, summary['config'])}"
 
 
-def _working_set(summary: dict[str, Any]) -> str:
-    pages = summary["working_set_pages"]
+def _distinct(summary: dict[str, Any]) -> str:
+    pages = summary["distinct_pages"]
     if pages is None:
         return "unknown: the trace was read as a stream"
-    size = in_memory(pages, summary["config"])
-    return f"{pages:,} pages{size}, {summary['working_set_to_pool']:,.2f} times the pool"
+    return f"{pages:,} pages{in_memory(pages, summary['config'])}"
 
 
 def _limit(limited_by: dict[str, Any]) -> str:
@@ -352,7 +354,8 @@ def write_run_page(run_dir: Path, html_file: Path, *, opens: bool) -> None:
     run = RunDirectory(run_dir)
     overviews: dict[Path, ShownOverview | None] = {}
     runs = run.runs()
-    num_bytes = sum(path.stat().st_size for each in runs for _, path in (*each.journals(), *each.timelines()))
+    with reading(run_dir):
+        num_bytes = sum(path.stat().st_size for each in runs for _, path in (*each.journals(), *each.timelines()))
     with Progress(f"reading {run_dir}", num_bytes, "bytes", large=LARGE_RUN_BYTES) as progress:
         from kvarts.cli import explain
 

@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from kvarts.base.files import check_outputs, check_writable, is_standard_output, write_whole
-from kvarts.base.limits import MOST_PAGES, brief
+from kvarts.base.limits import MOST_PAGES, brief, whole_number
 from kvarts.base.settings import given_by_flags
 from kvarts.cli.effects import NO_REPLAY, check_effects
 from kvarts.cli.fleet import PART as FLEET
@@ -24,9 +24,9 @@ from kvarts.cli.options import (
     KeyOption,
     grouped,
     key_option,
+    line_options,
     open_option,
     options_of,
-    vllm_option,
 )
 from kvarts.cli.outputs import check_opening, open_page
 from kvarts.cli.parts import engine_options, load_parts, with_engine_options
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["Pictures", "plan_command", "sweep_command"]
 
 MOST_USERS = 100_000
-OWN = ("sizes", "policies", "prices", "slo_share", "cost_error")
+OWN = ("sizes", "policies", "prices", "slo_share", "cost_error", "quick")
 # A test compares these names with the league's.
 POLICY_NAMES = "auto, soonest-return, hinted, session-aware"
 PICTURES = ("png", "svg")
@@ -128,13 +128,13 @@ def _options(name: str) -> list[click.Parameter]:
         by_flag.setdefault(option.opts[0], option)
     if name in ("slo", "users", "fleet"):
         by_flag.update({option.opts[0]: option for option in engine_options()})
-    own = [] if name == "curve" else [vllm_option()]
+    own = [] if name == "curve" else line_options()
     return [click.Argument(["trace"], required=False, type=INPUT), *by_flag.values(), *own]
 
 
 def _is_count(text: str, most: int) -> bool:
     """Return whether `text` is a whole number from 1 to `most`."""
-    return text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and 1 <= int(text) <= most
+    return 1 <= (whole_number(text) or 0) <= most
 
 
 class _Sizes(click.ParamType[Any]):
@@ -154,28 +154,6 @@ class _Sizes(click.ParamType[Any]):
                 ctx,
             )
         return [int(size) for size in sizes]
-
-
-class _Prices(click.ParamType[Any]):
-    """Prices of tiers, by name."""
-
-    name = "prices"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the prices by name."""
-        if not isinstance(value, str):
-            return value
-        prices: dict[str, float] = {}
-        for part in value.split(","):
-            name, _, text = part.strip().partition("=")
-            try:
-                price = float(text)
-            except ValueError:
-                price = -1.0
-            if not name or not 1e-12 <= price <= 1e12:
-                self.fail(f"{brief(part)} is not TIER=X, the name of a tier and a number above 0", param, ctx)
-            prices[name] = price
-        return prices
 
 
 class _Range(click.ParamType[Any]):
@@ -236,6 +214,19 @@ slo_share_option = click.option(
     "--slo-share", metavar="X", type=click.FloatRange(0, 1, min_open=True), default=0.99,
     help="An SLO is kept where this share of the requests keeps it. [0.99]",
 )  # fmt: skip
+prices_option = click.option(
+    "--prices", metavar="FILE", type=INPUT,
+    help="TOML file of prices per hour: date, currency, and in [per_hour] host_gib and the device. [relative prices: a "
+    "device as much as 1,024 GiB of host memory]",
+)  # fmt: skip
+cost_error_option = key_option(
+    "--cost-error", metavar="X", default=None, type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    help="Error of step times as a share: the answer is replayed with steps longer by up to it. "
+    "[their error in 1 of 10 measurements; 0.15 if that is not known]",
+)  # fmt: skip
+quick_option = click.option(
+    "--quick", is_flag=True, help="Only the answer and its confidence, not how far the traffic may differ."
+)
 at_option = click.option(
     "--at", "sizes", metavar="PAGES", type=_Sizes(),
     help="Sizes to look at, such as 4000,16000. [the knees, and sizes for 50 to 100 % of the hits]",
@@ -347,23 +338,11 @@ def curve_command(**values: Any) -> None:
 
 @_command(
     "slo",
-    at_option,
-    outputs_option,
-    click.option(
-        "--price", "prices", metavar="TIER=X,..", type=_Prices(),
-        help="Price of a GiB of device, host and disk memory: the plan also prints what the next GiB of each saves per "
-        "price.",
-    ),
-    slo_share_option,
-    key_option(
-        "--cost-error", metavar="X", default=None, type=click.FloatRange(0, 1, min_open=True, max_open=True),
-        help="Error of the cost model as a share: the search is repeated with steps shorter and longer by it. "
-        "[its error in 1 of 10 measurements; 0.15 if nothing was measured]",
-    ),
-    workers_option, html_option, open_option(results), plot_option,
+    at_option, outputs_option, prices_option, slo_share_option, cost_error_option, quick_option, workers_option,
+    html_option, open_option(results), plot_option,
 )  # fmt: skip
-def slo_command(prices: dict[str, float] | None, **values: Any) -> None:
-    """Find the smallest KV memory that keeps an SLO on a TRACE, and the largest rate.
+def slo_command(prices: Path | None, **values: Any) -> None:
+    """Find the cheapest GPUs and host memory that keep an SLO on a TRACE, and how far the traffic may grow.
 
     TRACE is as in `kvarts replay`; without it, the bundled sample is used. Hits are printed at all sizes; with a model
     and a device, or a cost, some sizes are also replayed, on replicas too.
@@ -373,6 +352,7 @@ def slo_command(prices: dict[str, float] | None, **values: Any) -> None:
     asked = _Asked(values, facts=(NO_REPLAY,))
     plan = asked.options(asked.config()).make(page_size=_page_size(asked.given), prices=prices)
     asked.write(plan.values, tables.render)
+    end_interrupted(plan.values)
 
 
 @_command(
@@ -392,13 +372,15 @@ def users_command(users: tuple[int, int], **values: Any) -> None:
     found = options.users(*users)
     found["command"] = options.plan("--users", f"{users[0]}..{users[1]}", *asked.own)
     asked.write(found, tables.render_users)
+    end_interrupted(found["users"])
 
 
 @_command(
     "fleet",
     click.option(
         "--gpus", metavar="N", type=click.IntRange(min=1), required=True,
-        help="Most devices: mixed workers, or prefill and decode apart, of all tensor parallel sizes, are tried.",
+        help="Most devices: mixed workers of all shapes (tensor parallel, ranks of attention over shared experts, a "
+        "stage per node), also with host memory, and prefill and decode apart are tried.",
     ),
     click.option(
         "--routers", metavar="NAME,..",
@@ -408,21 +390,22 @@ def users_command(users: tuple[int, int], **values: Any) -> None:
         "--store-sizes", metavar="SIZE,..",
         help="Also try a store of this size that all workers share: 500GiB,2TiB. [no store]",
     ),
-    slo_share_option, workers_option, html_option, open_option(results),
+    prices_option, slo_share_option, cost_error_option, workers_option, html_option, open_option(results),
 )  # fmt: skip
-def fleet_command(gpus: int, routers: str | None, store_sizes: str | None, **values: Any) -> None:
+def fleet_command(gpus: int, routers: str | None, store_sizes: str | None, prices: Path | None, **values: Any) -> None:
     """Find the fewest devices that keep an SLO on a TRACE, and in which pools of workers."""
     from kvarts.plan.tables import render_fleets
 
     asked = _Asked(values)
     kinds = fleet_kinds(asked.given, gpus, routers, store_sizes)
     options = asked.options(None)
-    found = options.fleets(kinds)
+    found = options.fleets(kinds, prices)
     words = ["--gpus", f"{gpus}"]
     words += [] if routers is None else ["--routers", routers]
     words += [] if store_sizes is None else ["--store-sizes", store_sizes]
     found["command"] = options.plan(*words, *asked.own)
     asked.write(found, render_fleets)
+    end_interrupted(found["fleets"])
 
 
 @_command(
@@ -447,6 +430,7 @@ def routers_command(routers: str, ages: str | None, **values: Any) -> None:
     found = options.routers(routers, ages)
     found["command"] = options.plan("--routers", routers, *(() if ages is None else ("--router-ages", ages)))
     asked.write(found, tables.render_routers)
+    end_interrupted(found["routers"])
 
 
 @_command(
@@ -461,11 +445,18 @@ def routers_command(routers: str, ages: str | None, **values: Any) -> None:
 def policies_command(policies: tuple[str, ...], **values: Any) -> None:
     """Compare eviction policies on a TRACE, next to LRU and the best that is possible."""
     from kvarts.plan import tables
-    from kvarts.plan.league import ALL_POLICIES
+    from kvarts.sim.eviction import ALL_POLICIES
 
     asked = _Asked(values, facts=(NO_REPLAY,))
     plan = asked.options(asked.config()).make(page_size=_page_size(asked.given), policies=policies or ALL_POLICIES)
     asked.write(plan.values, tables.render)
+    end_interrupted(plan.values)
+
+
+def end_interrupted(found: dict[str, Any]) -> None:
+    """End as interrupted if the searches of a plan were; what they had found is printed by then."""
+    if not found["is_complete"]:
+        raise KeyboardInterrupt
 
 
 def _own_options(context: click.Context) -> list[str]:
@@ -479,8 +470,10 @@ def _own_options(context: click.Context) -> list[str]:
         value, flag = context.params[name], param.opts[0]
         if isinstance(param, KeyOption):
             words += ["--set", f"{param.key}={value:g}"]
-        elif isinstance(value, dict):
-            words += [flag, ",".join(f"{key}={number:g}" for key, number in value.items())]
+        elif isinstance(value, bool):
+            words.append(flag)
+        elif isinstance(value, Path):
+            words += [flag, str(value)]
         elif name == "policies":
             words += [word for policy in value for word in (flag, policy)]
         else:

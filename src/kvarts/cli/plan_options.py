@@ -40,6 +40,7 @@ class PlanCall:
     count_outputs: bool = False
     slo_share: float = 0.99
     cost_error: float | None = None
+    quick: bool = False
     workers: int | None = None
     as_json: bool = False
     html_file: Path | None = None
@@ -78,6 +79,15 @@ class PlanOptions(CommandLines):
         self._command = command
         self._flags = flags
 
+    @property
+    def memory_fraction(self) -> float | None:
+        """The given share of a device's memory, or that of the given engine."""
+        from kvarts.sim.config import with_engine
+        from kvarts.sim.hardware import DeviceSettings
+
+        given = with_engine(self._given, DeviceSettings) if "engine" in self._given else self._given
+        return given["memory_fraction"] if "memory_fraction" in given else None  # noqa: SIM401  (not a dict)
+
     def plan(self, *more: str) -> str:
         """Return the command line of the plan; with `more`, that of another plan of the same trace."""
         command = ("plan", *([] if self._command == "slo" else [self._command]))
@@ -88,7 +98,9 @@ class PlanOptions(CommandLines):
         return " ".join(filter(None, (words, shlex.join([*outputs, *(more or self._own)]))))
 
     def replay(self, changes: Mapping[str, Any]) -> str:
-        """Return the command line of a replay with `changes`."""
+        """Return the command line of a replay with `changes`, which is not of a start of vLLM where the plan is not."""
+        if self._config is not None and self._config.not_started and "engine" not in self._given:
+            changes = {"engine": "none", **changes}
         return command_line(
             self._given, all_sections(), self._call.trace, self._call.config_file, self._changes(changes)
         )
@@ -103,7 +115,7 @@ class PlanOptions(CommandLines):
         *,
         page_size: int,
         policies: Sequence[str] = (),
-        prices: dict[str, float] | None = None,
+        prices: Path | None = None,
     ) -> Plan:
         """Return the plan. Raise ConfigError that names options."""
         from kvarts.plan.planning import make_plan
@@ -121,10 +133,12 @@ class PlanOptions(CommandLines):
                     cost_error=self._call.cost_error,
                     router=self._given["router"] if "router" in self._given else None,  # noqa: SIM401  (not a dict)
                     prices=prices,
+                    quick=self._call.quick,
                     kv_bytes_per_token=None if self._config is None else self._token_bytes(),
                     commands=self,
                     workers=self._call.workers,
                     on_replay=progress.update,
+                    on_answer=progress.firm_up,
                 )
         except SettingError as error:
             raise _as_options(error) from error
@@ -175,9 +189,10 @@ class PlanOptions(CommandLines):
             raise _as_options(error) from error
         return self._answer(config, routers=routers)
 
-    def fleets(self, kinds: FleetKinds) -> dict[str, Any]:
-        """Return the search among `kinds` of fleets."""
+    def fleets(self, kinds: FleetKinds, prices: Path | None) -> dict[str, Any]:
+        """Return the search among `kinds` of fleets. `prices`: a file of them."""
         from kvarts.plan.fleets import FleetsPlan
+        from kvarts.plan.planning import prices_of
 
         with Progress("planning", None, "replays") as progress:
             fleets = FleetsPlan(
@@ -185,8 +200,12 @@ class PlanOptions(CommandLines):
                 kinds,
                 command=self.replay,
                 slo_share=self._call.slo_share,
+                cost_error=self._call.cost_error,
+                prices=prices_of(prices, kinds.first.cost),
+                memory_fraction=self.memory_fraction,
                 workers=self._call.workers,
                 on_replay=progress.update,
+                on_answer=progress.firm_up,
             ).to_builtins()
         return {
             "trace": self._traffic.name,

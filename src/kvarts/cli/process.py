@@ -1,8 +1,8 @@
 """The process of a command: standard streams and signals, handled identically for all commands.
 
 Standard output is data: a failed write is an OutputError; if the reader has closed it, a ReaderGoneError, which ends
-the command silently. Standard error is narration: a failed write is dropped, without effect. Characters that a terminal
-cannot show become question marks.
+the command silently, with 0; commands that judge end with their verdict. Standard error is narration: a failed write is
+dropped, without effect. Characters that a terminal cannot show become question marks.
 
 SIGTERM and SIGHUP end a command as SIGINT does: half-written files are removed.
 
@@ -27,8 +27,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvarts import __version__
+from kvarts.base.documents import Document
 from kvarts.base.errors import ConfigError, OutputError
-from kvarts.base.terminal import plain
+from kvarts.base.terminal import plain, shortened
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,9 +64,12 @@ __all__ = [
 STANDARD_STREAMS = (0, 1, 2)
 _came: list[int] = []
 NARRATOR = "kvarts"
-SILENT_S = 2.0
+SILENT_S = 1.0
+"""After ANSWER_AFTER_S."""
 EVERY_S = 10.0
-BAR_AFTER_S, BAR_EVERY_S = 1.0, 0.2
+BAR_EVERY_S = 0.2
+ANSWER_AFTER_S = 1.0
+"""Before that, nothing is written."""
 
 
 class Terminated(BaseException):  # not an Exception, like KeyboardInterrupt: no handler on the way catches it
@@ -239,8 +243,8 @@ def end(code: int) -> None:
         signal.signal(number, signal.SIG_IGN)  # everything is done
     try:
         sys.stdout.flush()
-    except ReaderGoneError as error:
-        code = code or error.exit_code
+    except ReaderGoneError:
+        pass  # it has read what it wanted
     except OutputError as error:
         if not code:
             print(f"kvarts: {error}", file=sys.stderr)
@@ -260,10 +264,13 @@ def is_compiled() -> bool:
 
 
 def say(text: str) -> None:
-    """Write a line, or several, to standard error. Control characters, such as in names of files, are escaped."""
+    """Write a line, or several, to standard error.
+
+    Control characters, such as in names of files, are escaped, and what is very long is shortened.
+    """
     if sys.stderr is None:
         return
-    sys.stderr.write(f"{plain(text)}\n")
+    sys.stderr.write(f"{plain(shortened(text))}\n")
     sys.stderr.flush()
 
 
@@ -275,8 +282,18 @@ def draw(text: str) -> None:
 
 
 def print_text(text: str) -> None:
-    """Write text for people to standard output, without escape sequences. Raise OutputError if that fails."""
-    print_bytes(plain(text).encode(errors="replace"))
+    """Write text for people to standard output, without escape sequences of its own. Raise OutputError if that fails.
+
+    A terminal gets the tables of a Document in its own width, with emphasis.
+    """
+    if isinstance(text, Document) and sys.stdout.isatty():
+        from rich.console import Console  # a pipe does not wait for it
+
+        with io.StringIO() as shown:
+            text.show(Console(file=shown, force_terminal=True, width=os.get_terminal_size(1).columns or None))
+            print_bytes(shown.getvalue().encode(errors="replace"))
+    else:
+        print_bytes(plain(text).encode(errors="replace"))
 
 
 def print_bytes(data: bytes) -> None:
@@ -336,6 +353,8 @@ class Progress:
         self._total = total
         self._unit = unit
         self._num_done = 0
+        self._answer = self._said = ""
+        self._is_saying = allocate_lock()
         self._begun_s = monotonic()
         self._is_running = allocate_lock()  # those of `threading` cost a short command as much as its replay
         self._is_running.acquire()
@@ -352,10 +371,28 @@ class Progress:
     def update(self, num_done: int = 1) -> None:
         """Count more units as done."""
         self._num_done += num_done
+        if self._total is not None:
+            self._total = max(self._total, self._num_done)
 
     def reach(self, num_done: int, total: int) -> None:
         """Set the number of units that are done, and their total."""
         self._num_done, self._total = num_done, total
+
+    def firm_up(self, answer: str, num_left: int) -> None:
+        """Print an answer that further units may change, if the work takes long. About `num_left` units are left.
+
+        An empty answer changes nothing.
+        """
+        self._total = self._num_done + num_left
+        self._answer = answer or self._answer
+        if monotonic() - self._begun_s > ANSWER_AFTER_S:
+            self._say_answer()
+
+    def _say_answer(self) -> None:
+        with self._is_saying, suppress(OSError, ValueError):
+            if self._answer not in ("", self._said):
+                self._said = self._answer
+                say(f"kvarts: so far: {self._said}")
 
     def close(self) -> None:
         """Stop, and remove the bar."""
@@ -365,7 +402,9 @@ class Progress:
     def _narrate(self, begins: LockType, work: Callable[[], None]) -> None:
         begins.release()
         try:
-            work()
+            if not (ANSWER_AFTER_S and self._has_ended(ANSWER_AFTER_S)):
+                self._say_answer()
+                work()
         finally:
             self._is_drawing.release()
 
@@ -383,8 +422,6 @@ class Progress:
                 say(f"kvarts: {self._what}: {done}")
 
     def _draw(self) -> None:
-        if self._has_ended(BAR_AFTER_S):
-            return
         from tqdm import tqdm
 
         # Without a unit, the bar is the description and the elapsed time.

@@ -14,13 +14,14 @@ from kvarts.cli.options import (
     DERIVED,
     DIRECTORY,
     INPUT,
+    LINES,
     Command,
     KeyOption,
     grouped,
+    line_options,
     open_option,
     options_of,
     set_option,
-    vllm_option,
 )
 from kvarts.cli.parts import CommandPart, concern_parts, load_parts
 from kvarts.cli.replaying import OWN_SECTIONS, all_sections, read_settings, run_replay
@@ -78,7 +79,7 @@ class ReplayCommand(Command):
         return super(ReplayCommand, command).make_context(info_name, args, parent, **extra)
 
     def _for(self, args: Sequence[str]) -> ReplayCommand:
-        if {"--set", "--vllm-args"} & {word.partition("=")[0] for word in args}:
+        if {"--set", *LINES} & {word.partition("=")[0] for word in args}:
             return self
         fewer = self._with_only(())
         if not {word.partition("=")[0] for word in args if word.startswith("-")} <= _names(self._own):
@@ -102,7 +103,7 @@ def _declared(sections: Sequence[Section] | None) -> list[click.Parameter]:
         by_flag.setdefault(option.opts[0], option)
     if sections is None:
         by_flag.update({option.opts[0]: option for part in load_parts() for option in part.options()})
-    return [click.Argument(["trace"], required=False, type=INPUT), *by_flag.values(), set_option(), vllm_option()]
+    return [click.Argument(["trace"], required=False, type=INPUT), *by_flag.values(), set_option(), *line_options()]
 
 
 @click.command("replay", cls=ReplayCommand, no_args_is_help=False, checks_effects=True)

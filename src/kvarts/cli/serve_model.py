@@ -22,7 +22,7 @@ from kvarts.cli.llm import (
     speculation_option,
 )
 from kvarts.cli.options import Command, GroupedOption, KeyOption
-from kvarts.plan.league import find_policy
+from kvarts.sim.eviction import order_maker
 
 __all__ = ["model_command"]
 
@@ -62,7 +62,6 @@ def model_command(**params: Any) -> None:
             max_queued=params["max_queued"],
             retry_after_s=params["retry_after"],
             max_body_bytes=params["max_body_bytes"],
-            trust_request_chat_template=params["trust_request_chat_template"],
         ),
         is_recording=params["record"] is not None,
     )
@@ -86,6 +85,6 @@ def model_command(**params: Any) -> None:
 
 def _policy(name: str) -> Any:
     try:
-        return find_policy(name, None)
+        return order_maker(name)
     except ConfigError as error:
         raise ConfigError(error.what, field="--eviction", hint=error.hint) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import Any
 
 import click
@@ -23,6 +23,8 @@ from kvarts.run.sessions.values import SessionSettings
 __all__ = ["sessions_command"]
 
 MAX_SESSIONS = 16_384
+M_ARENA_MAX = -8
+"""Number of a setting of glibc's mallopt."""
 
 of_model = grouped("Model")
 of_session = grouped("Sessions, where a client asks for nothing else")
@@ -68,15 +70,16 @@ of_address = grouped("Address")
 @of_all(
     "--host-memory", cls=KeyOption, metavar="SIZE", help="Host memory below the pages, for retention in the host: 8GiB."
 )
-@of_address("--bind", metavar="HOST:PORT", default="127.0.0.1:50051", show_default=True,
-            help="Port 0: a free one.")  # fmt: skip
-@of_address("--http", metavar="HOST:PORT",
+@of_address("--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@of_address("--port", metavar="N", type=click.IntRange(0, 65535), default=50051, show_default=True,
+            help="Of gRPC; 0: a free one.")  # fmt: skip
+@of_address("--http-port", metavar="N", type=click.IntRange(0, 65535),
             help="Serve OpenAI's API as well: a request continues the session that it names.")  # fmt: skip
 @of_address("--tls-cert", metavar="FILE", type=INPUT,
             help="Certificate, PEM. With --tls-key: encrypt, on both doors.")  # fmt: skip
 @of_address("--tls-key", metavar="FILE", type=INPUT, help="Its key.")
-@of_address("--insecure", count=True,
-            help="Given twice: allow addresses that other machines reach, without TLS or without a token.")  # fmt: skip
+@of_address("--insecure", is_flag=True,
+            help="Allow addresses that other machines reach, without TLS or without a token.")  # fmt: skip
 @of_address("--token-file", metavar="FILE", type=INPUT,
             help="Ask for a bearer token. A line is OWNER:TOKEN, or the only line is a token.")  # fmt: skip
 @of_address("--max-message-bytes", cls=KeyOption, metavar="N", type=click.IntRange(min=1024), default=16 * 1024 * 1024,
@@ -96,12 +99,14 @@ def sessions_command(**values: Any) -> None:
 
     owners = None if values["token_file"] is None else read_owners(values["token_file"])
     binding = Binding(
-        address=values["bind"],
+        host=values["host"],
+        port=values["port"],
         tls_cert=values["tls_cert"],
         tls_key=values["tls_key"],
         asks_for_token=owners is not None,
         insecure=values["insecure"],
     )
+    share_arenas()
     with ExitStack() as stack:
         if owners is not None:
             settings["shares"] = owners.keys.shares
@@ -109,6 +114,18 @@ def sessions_command(**values: Any) -> None:
         beside: list[ServesRuntime] = []
         beside += http_sessions.beside(values, settings, owners)
         asyncio.run(_serve(settings, binding, owners, values["max_message_bytes"], beside))
+
+
+def share_arenas() -> None:
+    """Let all threads allocate from two arenas, where the C library is glibc.
+
+    It has eight per core otherwise, and gRPC's threads take one each, which keeps the room of the largest messages that
+    the thread ever read.
+    """
+    from ctypes import CDLL
+
+    with suppress(AttributeError, OSError):
+        CDLL(None).mallopt(M_ARENA_MAX, 2)
 
 
 def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 import msgspec
 
+from kvarts.base.documents import Column, Document, Table
 from kvarts.base.errors import ConfigError
 from kvarts.base.files import check_writable, is_standard_output, write_whole, writing
 from kvarts.base.settings import Flags, Given, Section, setting, settings_of
@@ -238,7 +239,7 @@ def with_policies(config: SharingConfig, given: Given, traces: Mapping[str, Trac
     return msgspec.structs.replace(config, models=models)
 
 
-def render_shared_table(summary: dict[str, Any]) -> str:
+def render_shared_table(summary: dict[str, Any]) -> Document:
     """Return the lines of the table, with a newline at the end."""
     models = summary["models"]
     devices = summary.get("devices", [])
@@ -267,13 +268,14 @@ def render_shared_table(summary: dict[str, Any]) -> str:
     kv_bytes = as_bytes(devices[0]["kv_bytes"] if devices else total["kv_bytes"])
     whole = f"{kv_bytes} of KV memory, {total['max_batched_tokens']:,} tokens a step"
     where = f"{len(devices)} devices" if devices else "one device"
-    lines = [
+    lines: list[str | Table] = [
         f"{len(models)} models on {where}, {split}: {whole}{' each' if devices else ''}",
         "",
-        f"{'':<13}" + "".join(f"{_fit(name):>{WIDTH}}" for name in models),
+        Table(
+            [Column("", 13, is_text=True), *(Column(_fit(name), WIDTH) for name in models)],
+            [[title, *map(value, models.values())] for title, value in rows],
+        ),
     ]
-    for title, value in rows:
-        lines.append(f"{title:<13}" + "".join(f"{value(model):>{WIDTH}}" for model in models.values()))
     rate = number(total["output_throughput_tokens_per_s"])
     busy = f"{as_duration(total['duration_ms'])}, computing {as_percent(total['busy_pct'])} of it"
     lines += ["", *_promise(total), f"fairness     {_fairness(total)}", f"duration     {busy}; {rate} out tokens/s"]
@@ -283,7 +285,7 @@ def render_shared_table(summary: dict[str, Any]) -> str:
         lines += [f"{f'device {place}':<13}{counts}; {rate} out tokens/s", *_loans(device)]
     if not devices:
         lines += _loans(total)
-    return "\n".join(lines) + "\n"
+    return Document.of(lines)
 
 
 def _fairness(device: dict[str, Any]) -> str:

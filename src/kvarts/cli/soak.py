@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import signal
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,11 @@ import click
 
 from kvarts.base.errors import ConfigError
 from kvarts.base.files import check_writable, is_replaceable, is_standard_output, write_whole
+from kvarts.base.limits import brief, whole_number
 from kvarts.base.units import parse_duration_s
 from kvarts.cli.options import OUTPUT, Command, key_option
-from kvarts.cli.process import print_text
+from kvarts.cli.process import ReaderGoneError, print_text
+from kvarts.doors.exposure import host_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +61,9 @@ def _numbers(command: Any) -> Any:
 
 
 @click.command("soak", cls=Command)
-@click.option("--address", metavar="HOST:PORT", help="A server of sessions, such as kvarts serve sessions.")
+@click.option("--host", metavar="HOST", default="127.0.0.1", show_default=True,
+              help="That of a server of sessions, such as kvarts serve sessions.")  # fmt: skip
+@click.option("--port", metavar="N", type=click.IntRange(1, 65535), default=50051, show_default=True, help="Its port.")
 @click.option("--virtual", is_flag=True, help="The mock in this process, on a virtual clock: hours take seconds.")
 @click.option("--duration", metavar="TIME", type=_Seconds(), default="4h", show_default=True, help="How long to run.")
 @key_option("--turn-spacing", metavar="TIME", type=_Seconds(), default="30s", show_default=True,
@@ -78,7 +81,7 @@ def _numbers(command: Any) -> Any:
               help="Write the measurements and the verdict, also while it runs.")  # fmt: skip
 @click.option("--page", "page_file", metavar="OUT", type=OUTPUT, help="Write a page that shows it.")
 def soak_command(
-    address: str | None, virtual: bool, json_file: Path | None, page_file: Path | None, **values: Any
+    host: str, port: int, virtual: bool, json_file: Path | None, page_file: Path | None, **values: Any
 ) -> int:
     """Run turns of sessions for hours, and judge: is memory bounded to the byte, does latency drift, does it leak?
 
@@ -88,8 +91,7 @@ def soak_command(
     from kvarts.run.sessions.soak.rules import judge_soak, render_soak_page
     from kvarts.run.sessions.soak.run import write_record
 
-    if virtual == (address is not None):
-        raise ConfigError("give either --address or --virtual", field="address")
+    address = None if virtual else host_port(host, port)
     for path in filter(None, (json_file, page_file)):
         check_writable(path)
 
@@ -103,7 +105,8 @@ def soak_command(
     if page_file is not None:
         write_whole(page_file, render_soak_page(record, verdict))
     if not is_standard_output(json_file) and not is_standard_output(page_file):
-        print_text(verdict.to_text())
+        with suppress(ReaderGoneError):
+            print_text(verdict.to_text())
     return verdict.exit_code
 
 
@@ -112,10 +115,13 @@ def _plan(target: str, values: dict[str, Any]) -> SoakPlan:
 
     layers = []
     for text in values["layers"]:
-        if (match := re.fullmatch(r"(\d+)(?:@(\d+))?", text)) is None:
-            what, hint = f"{text!r} is not a number of bytes", "Write 114688 or 4096@512."
-            raise ConfigError(what, field="--bytes-per-token", hint=hint)
-        layers.append(KvLayers(int(match[2] or values["sink"] + values["window"]), int(match[1])))
+        size, at, last = text.partition("@")
+        num_bytes = whole_number(size)
+        num_tokens = whole_number(last) if at else values["sink"] + values["window"]
+        if num_bytes is None or num_tokens is None:
+            what, hint = f"{brief(text)} is not a number of bytes", "Write 114688 or 4096@512."
+            raise ConfigError(what, field="--set bytes_per_token", hint=hint)
+        layers.append(KvLayers(num_tokens, num_bytes))
     return SoakPlan(
         target=target,
         duration_s=values["duration"],

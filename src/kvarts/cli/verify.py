@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import msgspec
 from kvarts.base.errors import ConfigError, KvartsError
 from kvarts.base.units import parse_bytes
 from kvarts.cli.options import INPUT, Command
-from kvarts.cli.process import Progress, print_json
+from kvarts.cli.process import Progress, ReaderGoneError, print_json
 
 __all__ = ["verify_command"]
 
@@ -69,9 +70,11 @@ def verify_command(
         if as_json:
             answers.append({"file": str(path), **msgspec.to_builtins(verdict)})
         else:
-            click.echo(f"{path}: {verdict.to_text()}", nl=False)
+            with suppress(ReaderGoneError):
+                click.echo(f"{path}: {verdict.to_text()}", nl=False)
     if as_json:
-        print_json(answers[0] if len(answers) == 1 else answers)
+        with suppress(ReaderGoneError):
+            print_json(answers[0] if len(answers) == 1 else answers)
     return next((code for rank in ((5,), (3, 4), (6,)) for code in codes if code in rank), 0)
 
 

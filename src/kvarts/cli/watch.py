@@ -7,10 +7,10 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from math import isfinite
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -18,16 +18,13 @@ import msgspec
 from kvarts.base.errors import ConfigError
 from kvarts.base.files import (
     check_writable,
-    is_replaceable,
     is_standard_output,
-    open_stream,
-    write_all,
     write_whole,
-    writing,
 )
-from kvarts.base.terminal import plain
+from kvarts.base.growing import GrowingFile
+from kvarts.base.terminal import in_line
 from kvarts.cli.options import OUTPUT, Command, KeyOption, grouped
-from kvarts.cli.process import collect_garbage, draw, print_json, print_text
+from kvarts.cli.process import ReaderGoneError, collect_garbage, draw, print_json, print_text
 
 if TYPE_CHECKING:
     from kvarts.doors.watch.metrics import EngineSample
@@ -115,10 +112,11 @@ def watch_command(endpoint: str, **values: Any) -> int:
     if values["verdict_file"] is not None:
         write_whole(values["verdict_file"], msgspec.json.encode(answer) + b"\n")
     if not any(is_standard_output(values[name]) for name in FILES):
-        if values["as_json"]:
-            print_json(answer)
-        else:
-            print_text(verdict.to_text())
+        with suppress(ReaderGoneError):
+            if values["as_json"]:
+                print_json(answer)
+            else:
+                print_text(verdict.to_text())
     return verdict.exit_code
 
 
@@ -197,7 +195,7 @@ class _View:
         lines = list(self._lines(watch))
         if self._is_terminal:
             up = f"\x1b[{self._num_lines}F" if self._num_lines else ""
-            draw(up + "".join(f"{plain(line)}\x1b[K\n" for line in lines))
+            draw(up + "".join(f"{in_line(line)}\x1b[K\n" for line in lines))
             self._num_lines = len(lines)
         else:
             click.echo("kvarts: " + "; ".join(lines), err=True)
@@ -257,12 +255,10 @@ class _LiveFile:
     """A file written during a watch: data older than a second is in the file even if this process is killed."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         self._packer = zlib.compressobj(6, zlib.DEFLATED, 31) if path.suffix == ".gz" else None
         self._waiting = bytearray()
         self._written_s = time.monotonic()
-        with writing(path):
-            self._file: IO[bytes] = path.open("wb", buffering=0) if is_replaceable(path) else open_stream(path)
+        self._file = GrowingFile(path, keeps=False)
 
     def write(self, data: bytes) -> None:
         """Write `data` within about a second of the next call. Raise OutputError."""
@@ -277,13 +273,11 @@ class _LiveFile:
         try:
             self._flush(zlib.Z_FINISH)
         finally:
-            with writing(self._path):
-                self._file.close()
+            self._file.close()
 
     def _flush(self, mode: int) -> None:
         text = bytes(self._waiting)
         self._waiting.clear()
         if self._packer is not None:
             text = self._packer.compress(text) + self._packer.flush(mode)
-        with writing(self._path):
-            write_all(self._file, text)
+        self._file.write(text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ __all__ = ["why_command"]
 def why_command(traces: tuple[Path, ...], as_json: bool, **settings: Any) -> None:
     """Say what costs cache hits, the most first, where prompts part, and the cheapest mend.
 
-    TRACE is a trace or log, a directory of logs with messages, two files of one prompt each, or the directory of a run.
+    TRACE is a trace or log, a directory of logs with messages, two files of one prompt each, the directory of a run, or
+    a journal, of a replay or of the events of an engine (`kvarts watch --events`).
     Excerpts of up to 32 characters of messages are printed where two of them part.
     """
     from kvarts.plan.why import why
@@ -37,6 +40,8 @@ def why_command(traces: tuple[Path, ...], as_json: bool, **settings: Any) -> Non
         is_run = len(traces) == 1 and (traces[0] / "report.json").is_file()
     if is_run:
         found = _of_run(traces[0])
+    elif len(traces) == 1 and _is_journal(traces[0]):
+        found = _of_journal(traces[0])
     else:
         with reading_progress(traces[0]) as progress:
             found = why(*traces, on_read=progress.update, **settings)
@@ -48,13 +53,28 @@ def why_command(traces: tuple[Path, ...], as_json: bool, **settings: Any) -> Non
 
 def _of_run(directory: Path) -> Any:
     """Return what cost hits in a run that `kvarts replay --run-dir` recorded."""
-    from kvarts.plan.why import why_of_ledger
-    from kvarts.proof.explain.hits import hit_ledger
-    from kvarts.proof.explain.reading import load_journal
     from kvarts.sim.report.run_directory import RunDirectory
 
     paths = [path for run in RunDirectory(directory).runs() for _, path in run.journals()]
     if not paths:
         raise MissingFileError("has no journal", path=directory, hint="Write one with `kvarts replay --run-dir`.")
-    journal = load_journal(paths[0])
-    return why_of_ledger(hit_ledger(journal), journal.page_size)
+    return _of_journal(paths[0])
+
+
+def _of_journal(path: Path) -> Any:
+    from kvarts.plan.why import why_of_journal
+    from kvarts.proof.explain.reading import load_journal
+
+    return why_of_journal(load_journal(path))
+
+
+def _is_journal(path: Path) -> bool:
+    """Return whether a file begins as a journal, packed or not."""
+    if not path.is_file():
+        return False
+    with reading(path), path.open("rb") as file:
+        begin = file.read(1 << 12)
+    if begin.startswith(b"\x1f\x8b"):
+        with suppress(zlib.error):  # the reader of traces names the damage
+            begin = zlib.decompressobj(31).decompress(begin, 1 << 12)
+    return begin.startswith(b'{"kvarts_journal"')

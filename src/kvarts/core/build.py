@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 from kvarts.base.errors import ConfigError
-from kvarts.core.config import EngineConfig
+from kvarts.core.config import BatchRules, EngineConfig
 from kvarts.core.engine import Engine
 from kvarts.core.event_log import Emit, EventLog, EventReader
 from kvarts.core.executor import Executor
@@ -20,6 +20,7 @@ from kvarts.core.parts.catalogue import Opening, compose
 from kvarts.core.sched.page_source import OnePool, PageSource
 from kvarts.core.sched.plan import Batch
 from kvarts.core.sched.policy import AdmissionPolicy, PriorityPolicy, WaitingQueue
+from kvarts.core.sched.running import Running
 from kvarts.core.sched.scheduler import Scheduler
 from kvarts.core.tiers.config import OffloadConfig
 from kvarts.core.tiers.opening import prepare_tiers
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # only an engine with KV groups, tiers, handoffs or page ids 
     from kvarts.core.sched.input_batch import InputBatch
     from kvarts.core.sched.loads import Loads
     from kvarts.core.sched.lower_tiers import GroupOffers, LowerTiers
+    from kvarts.core.tiers.hicache import HostMemory
 
 __all__ = [
     "Audit",
@@ -54,8 +56,8 @@ class PreparedTiers(Protocol):
 
     order: EvictionOrder
     watcher: TreeWatcher | None
-    evicts_safe_first: bool
-    """Whether the device evicts pages first that a tier below also holds."""
+    num_safe_tiers: int
+    """The device evicts pages first that one of so many tiers below, the fastest, also holds."""
 
     full_prompt_hits: bool
     """Whether a load may cover a whole prompt."""
@@ -133,6 +135,7 @@ class Storage(NamedTuple):
     `tiers`: prepares tiers below the device; `below`: instead, tiers that were prepared for the tree of `cache`.
     `prefill`: compute times of prompts, for the choice between computing and loading; default: measured. `moves_pages`:
     the executor performs transfers; default: if it needs page ids; otherwise transfers take the time of their channels.
+    `host`: host memory below a radix cache of whole runs, in place of such tiers.
     """
 
     memory: GroupMemory | None = None
@@ -146,6 +149,7 @@ class Storage(NamedTuple):
     below: PreparedTiers | None = None
     prefill: PrefillNs | None = None
     moves_pages: bool | None = None
+    host: HostMemory | None = None
 
 
 class Planning(NamedTuple):
@@ -156,7 +160,9 @@ class Planning(NamedTuple):
     `num_draft_slots`: drafts come first, see Scheduler. `hands_over`: other engines compute the prompts of requests or
     continue them. `plans_ahead`: a step is planned while the one before it runs, as in Scheduler; not for executors
     that compute tokens. `finds_prefixes`: False for an engine without a prefix cache, whose requests find nothing.
-    `step_ns`: the expected duration of a step, for `max_itl_ms`.
+    `step_ns`: the expected duration of a step, for `max_itl_ms`. `ends_steps`: as of Preemptor.
+    `running`: the order in which running requests are preempted. `batches`: steps of prompts or of decodes, over a
+    radix cache of whole runs, by these rules; the policy and the order of preemption are then theirs.
     """
 
     policy: AdmissionPolicy | None = None
@@ -166,6 +172,9 @@ class Planning(NamedTuple):
     plans_ahead: bool = False
     finds_prefixes: bool = True
     step_ns: Callable[[Batch], int] | None = None
+    ends_steps: bool = True
+    running: type[Running] = Running
+    batches: BatchRules | None = None
 
 
 class Watching(NamedTuple):
@@ -239,7 +248,8 @@ class _Assembly:
         waiting = self._queue()
         loads = None if self.below is None else self._loads(self.below, waiting)
         # As in vLLM, the block that stands for missing ones counts as memory here.
-        num_kept = int(config.watermark * (self.cache.pool.total + 1))
+        num_pieces = 1 if self.storage.memory is None else self.storage.memory.num_pieces
+        num_kept = int(config.watermark * (self.cache.pool.total // num_pieces + 1)) * num_pieces
         scheduler = Scheduler(
             config,
             self.cache,
@@ -251,6 +261,7 @@ class _Assembly:
             lag=int(planning.plans_ahead),
             finds_prefixes=planning.finds_prefixes,
             num_kept=num_kept,
+            running=planning.running,
         )
         asked = Opening(
             scheduler,
@@ -261,7 +272,10 @@ class _Assembly:
             planning.num_draft_slots,
             planning.step_ns,
             num_kept,
+            planning.batches,
+            self.storage.host,
         )
+        scheduler.preemptor.ends_steps = planning.ends_steps
         scheduler.hooks = compose(asked)
         audit = self.watching.audit is not None
         return Engine(config, scheduler, self.executor, self.log, audit=audit, moves_pages=self.moves_pages)
@@ -272,6 +286,17 @@ class _Assembly:
         needs_ids, hands_over = self.executor.needs_page_ids, self.planning.hands_over
         # Ids, events, tiers and handoffs name the parts of a group.
         counts_only = below is None and self.emit is None and not (needs_ids or storage.holds_pages or hands_over)
+        if self.planning.batches is not None:
+            from kvarts.core.kv.radix import RadixCache, RadixTree, make_radix_order
+
+            if storage.host is not None:
+                from kvarts.core.kv.hicache import HostRadixCache, HostRadixTree
+
+                spec = storage.host.spec
+                tree = HostRadixTree(spec.num_pages, storage.host.policy, spec.name, self.emit)
+                return HostRadixCache(CountPool(self.config.num_pages), tree)
+            order = make_radix_order(self.planning.batches, self.config.page_size)
+            return RadixCache(CountPool(self.config.num_pages), RadixTree(self.emit, order))
         # An order that decides run by run may evict others where requests have made other runs of the same pages.
         if memory is None or (memory.is_whole and counts_only and self.make_order is LruOrder):
             return _page_cache(self.config, self.make_order, below, self.emit, memory, with_page_ids=needs_ids)

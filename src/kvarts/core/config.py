@@ -10,12 +10,26 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
-from kvarts.base.limits import MOST_MS, MOST_PAGE_TOKENS, MOST_PAGES, check_number, check_whole
+from kvarts.base.limits import MOST_COUNT, MOST_MS, MOST_PAGE_TOKENS, MOST_PAGES, check_number, check_whole
 from kvarts.base.settings import SettingError, setting
 
-__all__ = ["EngineConfig", "EngineOptions", "Profile", "Slo", "Snapshots"]
+__all__ = [
+    "BatchEngineConfig",
+    "BatchRules",
+    "EngineConfig",
+    "EngineOptions",
+    "Profile",
+    "QueueOrder",
+    "RadixEviction",
+    "Slo",
+    "Snapshots",
+    "WritePolicy",
+]
 
 Profile = Literal["default", "mocker"]
+QueueOrder = Literal["fcfs", "lpm", "dfs-weight"]
+RadixEviction = Literal["lru", "lfu", "slru", "priority", "tlru"]
+WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 Snapshots = Literal["ends", "branches"]
 SessionRetention = Literal["pin", "cache", "host"]
 """Where the KV of a session is between turns."""
@@ -46,9 +60,11 @@ class EngineConfig(
     decodes, see ItlBound in kvarts.core.parts.latency; None for no bound. `profile`: `default`, or `mocker` for the
     rules of NVIDIA Dynamo's mocker in its vLLM mode: no priorities, generated tokens are never hit, and a request's
     cached tokens are the largest hit of any of its admissions. `long_prefill_token_threshold`: most tokens that one
-    request computes per step while there are others; 0 for no limit. `watermark`: fraction of the memory, in [0, 1),
-    that an admission leaves free while other requests run. Both are vLLM's. `snapshots`: where layers with a state
-    leave snapshots: at the last page end of each prompt, or also where a prompt leaves another.
+    request computes per step while there are others; 0 for no limit. `watermark`: fraction of the memory, in [0,
+    1), that an admission leaves free while other requests run. `prefill_schedule_interval`: steps from one with
+    tokens of prompts to the next, while others decode and none has been left waiting. These three are vLLM's.
+    `snapshots`: where layers with a state leave snapshots: at the last page end of each prompt, or also where a
+    prompt leaves another.
 
     Raises ConfigError for a value out of range.
     """
@@ -76,6 +92,10 @@ class EngineConfig(
         int,
         setting("Tokens of one request a step may compute while there are others; 0: no limit.", metavar="TOKENS"),
     ] = 0
+    prefill_schedule_interval: Annotated[
+        int,
+        setting("Compute prompts in one of N steps, unless nothing decodes or requests are left waiting.", metavar="N"),
+    ] = 1
     watermark: Annotated[
         float, setting("Fraction of the memory that stays free when a request joins others.", metavar="FRACTION")
     ] = 0.0
@@ -99,8 +119,9 @@ class EngineConfig(
         if self.snapshots not in get_args(Snapshots):
             raise SettingError(f"must be 'ends' or 'branches', got {self.snapshots!r}", "snapshots")
         check_whole(self.long_prefill_token_threshold, "long_prefill_token_threshold", least=0)
+        check_whole(self.prefill_schedule_interval, "prefill_schedule_interval", most=MOST_COUNT)
         check_number(self.watermark, "watermark", most=1.0)
-        if self.max_num_seqs > self.max_num_batched_tokens:
+        if self.max_num_seqs > self.max_num_batched_tokens and not self.plans_batches:
             raise SettingError(
                 f"{self.max_num_seqs} sequences cannot each get a token from a budget of "
                 f"{self.max_num_batched_tokens} tokens a step",
@@ -112,6 +133,11 @@ class EngineConfig(
             )
 
     @property
+    def plans_batches(self) -> bool:
+        """Whether steps of prompts and of decodes are apart, so that decodes need no part of a budget."""
+        return False
+
+    @property
     def pool_tokens(self) -> int:
         """Number of tokens that the whole pool holds."""
         return self.num_pages * self.page_size
@@ -119,6 +145,48 @@ class EngineConfig(
     def pages_for(self, num_tokens: int) -> int:
         """Return the number of pages that `num_tokens` tokens occupy, including a partial last page."""
         return -(-num_tokens // self.page_size)
+
+
+class BatchEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Size and limits of an engine whose steps are of prompts or of decodes: the budget is that of prompts."""
+
+    @property
+    def plans_batches(self) -> bool:
+        """Return True."""
+        return True
+
+
+class BatchRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine plans steps of prompts or of decodes, as SGLang: see kvarts.core.parts.batches.
+
+    `overlaps`: a step is planned before the results of the one before it are taken. `max_prefill_tokens`: a step that
+    has computed so many tokens of prompts admits no further one. `ignores_eos`: requests generate all tokens that they
+    ask for, so that running ones are promised them all; else a share, which begins with 0.7 times `conservativeness`.
+    `policy`: the order of the queue, first come first served, the longest found prefix first, or depth first in the
+    tree. `eviction`: the order in which the radix cache evicts, of kvarts.core.kv.radix, with its `eviction_config`.
+
+    `has_priorities`: requests of larger priorities come first, or of lower ones with `low_first`. `preempts`: they
+    preempt running requests whose priority differs by more than `threshold`. `retracts_by_priority`: if decodes lack
+    memory, the least important ones are retracted first.
+    """
+
+    overlaps: bool = True
+    max_prefill_tokens: int = 16_384
+    ignores_eos: bool = True
+    conservativeness: float = 1.0
+    policy: QueueOrder = "fcfs"
+    eviction: RadixEviction = "lru"
+    eviction_config: dict[str, int] = {}
+    has_priorities: bool = False
+    low_first: bool = False
+    preempts: bool = False
+    threshold: int = 10
+    retracts_by_priority: bool = False
+
+    @property
+    def sign(self) -> int:
+        """What a priority is multiplied by, so that lower products come first."""
+        return 1 if self.low_first else -1
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -173,7 +241,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The bounds, in milliseconds, that a request must meet to count as goodput; each is optional."""
+    """The bounds, in milliseconds, that a request must meet to count as goodput; each is optional.
+
+    >>> from kvarts import ReplayConfig, Slo
+    >>> ReplayConfig(slo=Slo(ttft_ms=500, tpot_ms=50)).slo.ttft_ms
+    500
+    """
 
     ttft_ms: Annotated[float | None, setting("Longest time to first token.", metavar="MS")] = None
     tpot_ms: Annotated[float | None, setting("Longest mean time per output token after the first.", metavar="MS")] = (

@@ -23,6 +23,8 @@ from kvarts.core.sched.scheduler import Scheduler
 
 __all__ = ["Engine", "at_rest", "with_drafts"]
 
+RESET: Final = "reset_prefix_cache"
+"""The cause of preemptions by a reset of the cache, where events name another model."""
 
 NO_SIDES: Final[tuple[int, ...]] = ()
 
@@ -49,6 +51,7 @@ class Engine:
         self.executor = executor
         self.log = log
         self.tiers = scheduler.tiers
+        self.below = scheduler.below
         self.now_ns = 0
         """The end of the step under way; without one, the latest time that the engine has reached."""
         self.batch = Batch((), 0, 0, config.pool_tokens)
@@ -96,7 +99,7 @@ class Engine:
         emit(arrived)
 
     def leave(self, request: Request) -> None:
-        """Emit readers of a request that came and was given up before it was queued."""
+        """Emit the events of a request that arrived and was cancelled before it was queued."""
         request.cancelled_ns = self.now_ns
         if self.log.emit_details is not None:
             self._tell_arrived(request, self.now_ns, self.scheduler.num_waiting)
@@ -104,7 +107,7 @@ class Engine:
             self.emit()
 
     def refuse(self, request: Request, reason: str, now_ns: int) -> None:
-        """Emit readers that `request`, which is not queued, was refused at `now_ns`, because of `reason`."""
+        """Emit the event that `request`, which is not queued, was refused at `now_ns`, because of `reason`."""
         if self.log.emit_details is not None:
             self.log.emit_details(Rejected(request.index, now_ns, reason, request.request_id))
 
@@ -126,10 +129,25 @@ class Engine:
         cache.evict(cache.num_cached)
         self.emit()
 
+    def reset_cache(self, *, preempts: bool) -> bool:
+        """Drop every cached page and return True; return False, and drop nothing, while a page is in use.
+
+        `preempts`: running requests are preempted first. Only between steps, as `clear_cache`.
+        """
+        scheduler = self.scheduler
+        if preempts and (num_running := scheduler.running.num_running):
+            asker = next(iter(scheduler.running)).index
+            scheduler.preemptor.give_way(num_running, RESET, asker, scheduler.cache.pool.total)
+        if scheduler.cache.num_used:
+            self.emit()
+            return False
+        self.clear_cache()
+        return True
+
     @property
     def has_work(self) -> bool:
         """Whether the engine has something to do or wait for: requests or transfers."""
-        return self.scheduler.has_work or (self.tiers is not None and self.tiers.has_work)
+        return self.scheduler.has_work or (self.below is not None and self.below.has_work)
 
     def step(self, now_ns: int) -> list[Request]:
         """Run one whole step that starts at `now_ns`; return the requests that finished, in admission order."""
@@ -156,7 +174,7 @@ class Engine:
         if scheduler.settling is not None:
             scheduler.settling.settle()
         if log.emit_details is not None:
-            log.emit_details(StepStarted(scheduler.wheel.step, now_ns))
+            log.emit_details(StepStarted(scheduler.wheel.num_steps, now_ns))
         if not self._is_alone:
             self._num_withheld = scheduler.pages.num_withheld
         if self._batch_ns is not None:
@@ -164,7 +182,8 @@ class Engine:
         else:
             self.plan = scheduler.schedule(now_ns)
             batch = self.batch = self.plan.batch
-        if not (batch.num_decodes or batch.chunks or scheduler.step.preempted or self._moves_pages):
+        step = scheduler.step
+        if not (batch.num_decodes or batch.chunks or step.preempted or self._moves_pages or step.is_idle):
             self._result = None
             return False
         return True
@@ -179,9 +198,10 @@ class Engine:
             if self._batch_ns is None:
                 duration_ns = self._execute()
             else:
-                duration_ns = self._batch_ns(batch) if batch.num_decodes or batch.chunks else 0
-            if self.tiers is not None:
-                duration_ns = self.tiers.step_ns(now_ns, duration_ns)
+                has_time = batch.num_decodes or batch.chunks or self.scheduler.step.is_idle
+                duration_ns = self._batch_ns(batch) if has_time else 0
+            if self.below is not None:
+                duration_ns = self.below.step_ns(now_ns, duration_ns)
         if self.log.emit is not None:
             self._emit_step(self.log.emit, batch, now_ns, duration_ns)
         end_ns = self.now_ns = now_ns + duration_ns
@@ -236,7 +256,7 @@ class Engine:
             return
         self.num_reserved_told = num_reserved
         done = StepDone(
-            scheduler.wheel.step,
+            scheduler.wheel.num_steps,
             now_ns,
             duration_ns,
             mark.used,
@@ -262,7 +282,7 @@ class Engine:
         """Commit the step under way and emit its events; return the requests that finished, in admission order."""
         scheduler, log = self.scheduler, self.log
         if log.emit_details is not None:
-            log.emit_details(StepEnded(scheduler.wheel.step, self.now_ns))
+            log.emit_details(StepEnded(scheduler.wheel.num_steps, self.now_ns))
         finished = scheduler.commit(self.now_ns, self._result)
         # What `emit` would do for an engine with requests that run: this runs after every step.
         if scheduler.running.num_running and not self._audit:
@@ -285,9 +305,9 @@ class Engine:
             scheduler.check()
 
     def _tell_rest(self) -> None:
-        """Emit that the engine is idle."""
+        """Emit the event that the engine is idle."""
         self._is_at_rest = True
-        if self.log.emit is not None and self.scheduler.wheel.step:
+        if self.log.emit is not None and self.scheduler.wheel.num_steps:
             rest = at_rest(self.scheduler, self.now_ns)
             last = self._last_rest
             # Requests that arrived and ended at one instant and changed only the released count are not reported.
@@ -307,7 +327,7 @@ def at_rest(scheduler: Scheduler, now_ns: int) -> AtRest:
     """Return the event of a scheduler that has run out of work at `now_ns`, between steps."""
     cache = scheduler.cache
     return AtRest(
-        scheduler.wheel.step - 1,
+        scheduler.wheel.num_steps - 1,
         now_ns,
         cache.num_used,
         cache.num_cached,

@@ -39,6 +39,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     `json`: a value that matches a JSON schema, given as an object or text. `regex`: a text that a regular expression
     matches completely. `choice`: one of several texts. `grammar`: a text of a grammar in Lark or GBNF. `json_object`:
     any object. Raises ConfigError for none or several, and for values of other types.
+
+    >>> from kvarts import SamplingParams, StructuredOutputs
+    >>> SamplingParams(max_tokens=8, structured_outputs=StructuredOutputs(choice=["yes", "no"])).max_tokens
+    8
     """
 
     json: Any = None
@@ -100,6 +104,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     takes precedence over `min_tokens` and `ignore_eos`. `forced_tokens`: the first tokens, whatever a model would
     choose; only mocks support them.
     Raises ConfigError for a value out of range.
+
+    >>> from kvarts import SamplingParams
+    >>> SamplingParams(max_tokens=8, temperature=0.7, seed=1).max_tokens
+    8
     """
 
     max_tokens: int = 128

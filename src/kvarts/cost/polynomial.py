@@ -51,6 +51,11 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     """A cost linear in the step's parts: a constant, each chunk token, each decode, and each token a decode attends to.
 
     All coefficients are in milliseconds. Raises ConfigError for a negative one.
+
+    >>> from kvarts import LinearCost, ReplayConfig, replay
+    >>> config = ReplayConfig(num_pages=2_000, page_size=512, cost=LinearCost(step_ms=5, chunk_token_ms=0.02))
+    >>> replay("sample:mooncake", config).summary["num_completed"]
+    1000
     """
 
     step_ms: float = 0.0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvarts.base.errors import ConfigError, InputError, parts_of
+from kvarts.base.errors import ConfigError, InputError, parts_of, problem_of
 from kvarts.base.files import read_toml
 from kvarts.base.limits import brief
 from kvarts.core.sched.plan import Batch
@@ -27,9 +27,11 @@ from kvarts.cost.roofline_settings import (
     HeldOut,
     RooflineSettings,
     Uncertainty,
+    canonical,
+    format_of,
     shipped_constants,
 )
-from kvarts.cost.step_parts import StepParts, format_of
+from kvarts.cost.step_parts import StepParts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,13 +47,14 @@ class RooflineCost(RooflineSettings, frozen=True, kw_only=True, tag_field="model
     device's peaks that arithmetic, reading weights and reading KV reach in 16 bits. `fp8_compute`, `fp8_bandwidth`,
     `fp4_compute` and `fp4_bandwidth`: factors on the first two for narrower weights. `attention_compute`: the factor on
     the first for the attention of prompts. `expert_efficiency`: the factor on the first two for large experts;
-    `expert_half_mb`: the megabytes of one expert on a device at which it reaches half of that bandwidth.
-    `link_efficiency`: the share of the link's rate that collectives reach; `link_us`: the constant time of an
-    all-reduce; `exchange_us`: the constant time of a gather or a scatter of all ranks' tokens. The defaults of these
-    three depend on the kind of link. `step_us`: constant time per step, in microseconds; `layer_us`: per layer;
-    `expert_layer_us`: extra per layer with experts; `sparse_layer_us`: extra per layer with an indexer of sparse
-    attention; `quantize_us`: extra per matrix whose input is quantized in blocks; `sequence_us`: per sequence. The
-    defaults are the constants that ship (`roofline_settings.py`); `kvarts calibrate` fits them.
+    `expert_compute`: a further factor on their arithmetic; `expert_half_mb`: the megabytes of one expert on a device at
+    which it reaches half of that bandwidth. `link_efficiency`: the share of the link's rate that collectives reach;
+    `link_us`: the constant time of an all-reduce; `exchange_us`: the constant time of a gather or a scatter of all
+    ranks' tokens. The defaults of these three depend on the kind of link. `step_us`: constant time per step, in
+    microseconds; `layer_us`: per layer; `expert_layer_us`: extra per layer with experts; `sparse_layer_us`: extra per
+    layer with an indexer of sparse attention; `quantize_us`: extra per matrix whose input is quantized in blocks;
+    `sequence_us`: per sequence. The defaults are the constants that ship (`roofline_settings.py`); `kvarts calibrate`
+    fits them.
 
     Arithmetic: 2 operations per token and matrix element; attention: 4 per token, head, element of the head and token
     attended to; the output head is computed only for sequences that sample. With E experts and k per token, T tokens
@@ -70,12 +73,13 @@ class RooflineCost(RooflineSettings, frozen=True, kw_only=True, tag_field="model
     `eager_layer_us` longer per layer, plus `eager_expert_layer_us` per layer with experts, and at least `eager_us`.
     Decodes with a sliding window are treated as if all had the mean length.
 
-    `separate_passes`: a step computes prompts and decodes in two passes, one after the other, as SGLang schedules them.
-    `speculative_tokens`: tokens drafted after each decode and verified in its step, by layers such as MTP; each costs
-    one layer like those of the model and the output head. `acceptance`: for each of them, the probability that it and
-    all before it are accepted. A decode then generates 1 + their sum tokens per step on average: that many steps of a
-    replay, of one token each, take as long as one step of the engine. `uncertainty`: of the coefficients, if a
-    calibration gives it.
+    `scale`: factors on constants, of the engine and of the generation of devices that were measured; None: those of the
+    device alone, if it has any. `separate_passes`: a step computes prompts and decodes in two passes, one after the
+    other, as SGLang schedules them. `speculative_tokens`: tokens drafted after each decode and verified in its step, by
+    layers such as MTP; each costs one layer like those of the model and the output head. `acceptance`: for each of
+    them, the probability that it and all before it are accepted. A decode then generates 1 + their sum tokens per step
+    on average: that many steps of a replay, of one token each, take as long as one step of the engine. `uncertainty`:
+    of the coefficients, if a calibration gives it.
     """
 
     def __post_init__(self) -> None:
@@ -109,13 +113,19 @@ class RooflineCost(RooflineSettings, frozen=True, kw_only=True, tag_field="model
         return tuple(name for name in COEFFICIENTS if name not in unused)
 
     @property
-    def held_out(self) -> dict[str, HeldOut]:
-        """Held-out errors for models of this kind, by metric; empty unless all constants are those that ship."""
-        shipped = shipped_constants()
-        for name in COEFFICIENTS:
-            if getattr(self, name) not in (None, shipped.values[name]):
-                return {}
-        return shipped.held_out_of("dense" if self.geometry.experts is None else "experts")
+    def is_shipped(self) -> bool:
+        """Whether all constants are those that ship."""
+        values = shipped_constants().values
+        return all(getattr(self, name) in (None, values[name]) for name in COEFFICIENTS)
+
+    def held_out(self, load: str) -> dict[str, HeldOut]:
+        """Return held-out errors for replays of this kind under `load` (open, closed, offline), by metric.
+
+        Empty unless all constants are those that ship, and if no device of this vendor was measured.
+        """
+        if not self.is_shipped:
+            return {}
+        return shipped_constants().held_out_of(self.hardware.vendor, self.kind, load, self.weight_format)
 
     def placed(self, **changes: Any) -> RooflineCost:
         """Return the cost with `changes`: another model, device or division, with the constants that hold for it.
@@ -130,6 +140,17 @@ class RooflineCost(RooflineSettings, frozen=True, kw_only=True, tag_field="model
         if cost.hardware.link_kind != self.hardware.link_kind:
             values |= dict.fromkeys(LINKS)
         return msgspec.structs.replace(cost, **values)
+
+    def served_by(self, engine: str, *, separate_passes: bool) -> RooflineCost:
+        """Return the cost of steps of `engine`, a name or NAME==VERSION, with the factors that were fitted to it.
+
+        The constants of a calibration are those of the engine that was measured, and have no factors.
+        """
+        cost = msgspec.structs.replace(self, separate_passes=separate_passes)
+        if self.scale is not None or not self.is_shipped:
+            return cost
+        scale = shipped_constants().scale_of(canonical(engine), self)
+        return msgspec.structs.replace(cost, scale=scale)
 
     def alternatives(self) -> list[tuple[RooflineCost, RooflineCost]]:
         """Return pairs of costs that span this one's uncertainty (Uncertainty.moves); empty if it is not known."""
@@ -205,7 +226,7 @@ def parse_cost(text: str) -> CostSpec:
         cost: CostSpec = msgspec.convert(fields, CostSpec)
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"{brief(text)}: {error}",
+            f"{brief(text)}: {problem_of(error)}",
             field="cost",
             hint=f"Use 'polynomial', {LINEAR_HINT} or the file that a calibration wrote.",
         ) from error

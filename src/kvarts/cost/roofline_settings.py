@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -29,17 +29,24 @@ if TYPE_CHECKING:
     from kvarts.cost.hardware.geometry import Geometry
 
 __all__ = [
+    "CELL",
     "COEFFICIENTS",
     "FAR",
     "LINKS",
     "NEAR",
     "OWN",
+    "SCALES",
     "SHARES",
     "Constants",
+    "Evidence",
     "HeldOut",
     "MeasuredOn",
     "RooflineSettings",
+    "Scale",
+    "ScaleOf",
     "Uncertainty",
+    "canonical",
+    "format_of",
     "load_constants",
     "shipped_constants",
 ]
@@ -70,6 +77,7 @@ COEFFICIENTS = (
     "attention_compute",
     "sparse_layer_us",
     "quantize_us",
+    "expert_compute",
 )
 """The names of all constants. `RooflineCost.active_coefficients` lists those that a step's time depends on."""
 
@@ -81,14 +89,24 @@ OTHER_LINKS = {
 }
 """Unfitted values for the kinds of link other than NVLink."""
 
+CELL = ("kind", "load", "weight")
+"""What narrows a cell of held-out errors. Errors of models with experts never stand for dense ones, or the reverse."""
+
+ALIASES = {"trtllm": "tensorrt-llm"}
+"""Engines with a second name."""
+
 LINKS = ("link_efficiency", "link_us", "exchange_us")
 """The constants that depend on the kind of link."""
 
 Share = Annotated[float, msgspec.Meta(gt=0, le=100)]
+Factor = Annotated[float, msgspec.Meta(gt=0, le=1e3)]
 OWN, NEAR, FAR = 0.01, 0.05, 0.10
 """Relative error of step times beyond the coefficients' uncertainty: if model, device and parallelism were measured; if
 the device was measured, with another model or parallelism; and if the device was not measured. Guesses, which
 docs/accuracy.md compares with measurements."""
+Evidence = Literal["measured", "near", "extrapolated"]
+"""What was measured: `measured`: the model on the device; `near`: other models on it; `extrapolated`: neither."""
+EVIDENCE_OF: dict[float, Evidence] = {OWN: "measured", NEAR: "near", FAR: "extrapolated"}
 LEAST_AXIS = 1e-3
 """Axes with a smaller standard deviation, in logarithms of coefficients, are not worth a replay."""
 # Exponents of each coefficient under a slowdown of all steps by a common factor.
@@ -109,32 +127,123 @@ Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Relative errors of predictions for measurements that the constants were not fitted to.
+    """Relative errors of predictions for measurements that the constants were not fitted to, of one cell of them.
 
-    `kind`: dense, or experts. `metric`: tpot, ttft or e2e. `one_sigma`: 68 % of the errors are smaller; `median`: half.
+    `metric`: tpot, ttft or e2e. `vendor`: of the device. `kind`: dense or experts. `load`: open, closed or offline;
+    `weight`: 16bit, fp8 or fp4, the format of most weights; None for all. `median`: half of the errors are smaller;
+    `one_sigma`: 68 %; `two_sigma`: 95 %, if known.
     """
 
-    kind: str
     metric: str
+    vendor: str
+    kind: str
+    load: str | None = None
+    weight: str | None = None
     median: Share
     one_sigma: Share
+    two_sigma: Share | None = None
     num_points: int
 
 
+SCALES = {
+    "layer": ("layer_us", "expert_layer_us", "sparse_layer_us", "quantize_us"),
+    "prefill": ("eager_layer_us", "eager_expert_layer_us"),
+    "bandwidth": ("bandwidth_efficiency",),
+    "compute": ("compute_efficiency",),
+}
+"""The constants that each factor of a Scale multiplies."""
+
+
+def canonical(engine: str) -> str:
+    """Return the first name of an engine, with its version if it has one."""
+    name, equals, version = engine.partition("==")
+    return ALIASES.get(name, name) + equals + version
+
+
+def format_of(dtype: str) -> str:
+    """Return the prefix of a number format's coefficients: fp8 for 8 to 15 bits, fp4 for fewer, "" from 16 bits."""
+    from kvarts.core.kv.number_formats import dtype_bits
+
+    bits = dtype_bits(dtype, field="dtype")
+    return "" if bits >= 16 else "fp8" if bits >= 8 else "fp4"
+
+
+class Scale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Factors on the constants in SCALES: of an engine, of a generation of devices, or the product of both."""
+
+    layer: Factor = 1.0
+    prefill: Factor = 1.0
+    bandwidth: Factor = 1.0
+    compute: Factor = 1.0
+
+    def times(self, other: Scale) -> Scale:
+        """Return the product of two scales."""
+        return Scale(**{name: getattr(self, name) * getattr(other, name) for name in SCALES})
+
+
+class ScaleOf(Scale, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The factors that were fitted to the measurements of one engine or device.
+
+    `of`: an engine, one version of it in addition (sglang==0.5.12), or a device. `kind`: dense or experts; `weight`:
+    16bit, fp8 or fp4, the format of most weights; None for all. `fitted`: the factors that a fit may change.
+    """
+
+    of: str
+    kind: str | None = None
+    weight: str | None = None
+    fitted: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What the row applies to, in words."""
+        return " ".join(filter(None, (self.of, self.kind, self.weight)))
+
+    def holds_for(self, engine: str, cost: RooflineSettings) -> bool:
+        """Return whether the row applies to the model and the device of `cost` on this engine."""
+        names = engine, engine.partition("==")[0], cost.hardware.name
+        return self.of in names and self.kind in (None, cost.kind) and self.weight in (None, cost.weight_format)
+
+
 class Constants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Values by name, the standard deviations of their logarithms, and the errors of held-out predictions."""
+    """Values by name, the standard deviations of their logarithms, scales, and the errors of held-out predictions.
+
+    `measured`: the models of the points that the values were fitted to, by device.
+    """
 
     values: dict[str, Annotated[float, msgspec.Meta(gt=0, le=1e9)]]
     deviations: dict[str, Annotated[float, msgspec.Meta(gt=0, le=10)]]
+    scale: list[ScaleOf] = []
     held_out: list[HeldOut] = []
+    measured: dict[str, list[str]] = {}
+
+    def scale_of(self, engine: str, cost: RooflineSettings) -> Scale:
+        """Return the scale of an engine, times those of its version and of the device, for the model of `cost`."""
+        found = Scale()
+        for row in self.scale:
+            if row.holds_for(engine, cost):
+                found = found.times(row)
+        return found
+
+    def has_measured(self, engine: str) -> bool:
+        """Return whether factors were fitted to measurements of an engine, or of the version of it that is named."""
+        return any(row.of == canonical(engine) for row in self.scale)
 
     def of_link(self, name: str, kind: str) -> float:
         """Return `link_efficiency`, `link_us` or `exchange_us` for a kind of link; only NVLink's values were fitted."""
         return OTHER_LINKS[kind][name] if kind in OTHER_LINKS else self.values[name]
 
-    def held_out_of(self, kind: str) -> dict[str, HeldOut]:
-        """Return the held-out errors for models of `kind`, by metric."""
-        return {each.metric: each for each in self.held_out if each.kind == kind}
+    def held_out_of(self, vendor: str, *of: str) -> dict[str, HeldOut]:
+        """Return the held-out errors by metric, each of the narrowest cell that was measured; empty if none was.
+
+        `of`: kind, load and format, which narrow a cell in the order of CELL.
+        """
+        found: dict[str, HeldOut] = {}
+        for depth in range(1, len(CELL) + 1):
+            cell = (*of[:depth], *[None] * (len(CELL) - depth))
+            for row in self.held_out:
+                if row.vendor == vendor and tuple(getattr(row, name) for name in CELL) == cell:
+                    found[row.metric] = row
+        return found
 
 
 def load_constants(path: Path) -> Constants:
@@ -281,6 +390,8 @@ class RooflineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     attention_compute: float = _shipped("attention_compute")
     sparse_layer_us: float = _shipped("sparse_layer_us")
     quantize_us: float = _shipped("quantize_us")
+    expert_compute: float = _shipped("expert_compute")
+    scale: Scale | None = None
     separate_passes: bool = False
     speculative_tokens: int = 0
     acceptance: tuple[float, ...] = ()
@@ -366,6 +477,43 @@ class RooflineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return float(shipped_constants().of_link(name, self.hardware.link_kind) if value is None else value)
 
     @property
+    def kind(self) -> str:
+        """The kind of the model: dense, or experts."""
+        return "dense" if self.geometry.experts is None else "experts"
+
+    @property
+    def weight_format(self) -> str:
+        """The format of most weights: 16bit, fp8 or fp4."""
+        return format_of(self.geometry.expert_dtype) or "16bit"
+
+    @cached_property
+    def scaled(self) -> RooflineSettings:
+        """The same settings with `scale` in the values of the constants; None: that of the device."""
+        scale = shipped_constants().scale_of("", self) if self.scale is None else self.scale
+        changes = {
+            name: getattr(self, name) * getattr(scale, factor)
+            for factor, names in SCALES.items()
+            for name in names
+            if getattr(scale, factor) != 1.0
+        }
+        if not changes:
+            return self
+        scaled = msgspec.structs.replace(self, scale=Scale(), **changes)
+        vars(scaled).update(geometry=self.geometry, hardware=self.hardware)
+        return scaled
+
+    @property
     def measured_on(self) -> MeasuredOn:
         """The model, device and parallelism."""
         return MeasuredOn(*(getattr(self, field) for field in MeasuredOn.__struct_fields__))
+
+    @property
+    def evidence(self) -> Evidence:
+        """Whether measurements of this model and device, or of the device, determined the constants."""
+        if self.uncertainty is not None and self.uncertainty.measured:
+            return EVIDENCE_OF[self.uncertainty.share_of(self.measured_on)]
+        measured = shipped_constants().measured
+        if self.device not in measured:
+            return "extrapolated"
+        name = self.geometry.name.rpartition("/")[2].lower().removesuffix("-instruct")
+        return "measured" if name in measured[self.device] else "near"

@@ -14,13 +14,14 @@ import numpy as np
 
 from kvarts.core.executor import are_many, whole_ns
 from kvarts.core.sched.plan import Batch
+from kvarts.cost.roofline_settings import format_of
 
 if TYPE_CHECKING:
     from kvarts.core.kv.layers import KvLayer
     from kvarts.cost.hardware.geometry import Sparse
     from kvarts.cost.roofline_settings import RooflineSettings
 
-__all__ = ["StepParts", "format_of", "graph_size"]
+__all__ = ["StepParts", "graph_size"]
 
 
 class LayerCost(NamedTuple):
@@ -44,6 +45,7 @@ class StepParts:
         from kvarts.core.kv.number_formats import dtype_bits, flops_dtype, has_block_scales
         from kvarts.cost.hardware.fit import local_layer_bytes_per_token
 
+        cost = cost.scaled
         geometry, device, ways = cost.geometry, cost.hardware, cost.tensor_parallel
         of_weights, of_experts = _reached(cost, geometry.weight_dtype), _reached(cost, geometry.expert_dtype)
         flops = device.flops_per_s(geometry.weight_dtype) * of_weights.compute / 1e3
@@ -97,7 +99,8 @@ class StepParts:
             local_mb = geometry.expert_matrix * expert_bytes / (1 if cost.expert_parallel > 1 else every) / 1e6
             reached = of_experts.bandwidth * cost.expert_efficiency / (1 + cost.expert_half_mb / local_mb)
             self._expert_read_ms = numbers * expert_bytes / (peak * min(reached, 1.0))
-            self._expert_token_ms = 2 * numbers * self._experts.per_token / (expert_flops * cost.expert_efficiency)
+            expert_flops *= cost.expert_efficiency * cost.expert_compute
+            self._expert_token_ms = 2 * numbers * self._experts.per_token / expert_flops
         self._expert_devices = cost.expert_parallel
         self._above = busiest_of(cost.expert_parallel)
         self._set_communication(cost, expert_layers)
@@ -482,14 +485,6 @@ class Reached(NamedTuple):
 
     compute: float
     bandwidth: float
-
-
-def format_of(dtype: str) -> str:
-    """Return the prefix of a number format's coefficients: fp8 for 8 to 15 bits, fp4 for fewer, "" from 16 bits."""
-    from kvarts.core.kv.number_formats import dtype_bits
-
-    bits = dtype_bits(dtype, field="dtype")
-    return "" if bits >= 16 else "fp8" if bits >= 8 else "fp4"
 
 
 def _reached(cost: RooflineSettings, dtype: str) -> Reached:

@@ -1,7 +1,6 @@
 """Addresses that other machines can reach, and the protection required there. The rule is the same for every door.
 
-Beyond loopback, a door must use encryption and ask for a token. To omit either, --insecure must be given twice, since
-a single flag is easily copied from an example.
+Beyond loopback, a door must use encryption and ask for a token. To omit either, --insecure must be given.
 """
 
 from __future__ import annotations
@@ -15,13 +14,15 @@ from kvarts.base.errors import ConfigError, InputError, MissingFileError
 from kvarts.base.files import reading
 from kvarts.base.limits import brief
 
-__all__ = ["INSECURE", "check_certificate", "check_endpoint", "check_reach", "is_loopback"]
+__all__ = ["check_certificate", "check_endpoint", "check_reach", "host_port", "is_loopback"]
 
 _ENDPOINT = re.compile(r"tcp://[^\s/]+:(?P<port>\d{1,5})|ipc://\S+|inproc://\S+")
 MAX_PORT = 65_535
 
-INSECURE = 2
-"""The number of --insecure flags that waives the rule."""
+
+def host_port(host: str, port: int) -> str:
+    """Return an address as text; an IPv6 host is put into brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
@@ -32,19 +33,19 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def check_reach(host: str, *, field: str, insecure: int, encrypts: bool, asks_for_token: bool, missing: str) -> None:
+def check_reach(host: str, *, field: str, insecure: bool, encrypts: bool, asks_for_token: bool, missing: str) -> None:
     """Raise ConfigError for a door that other machines can reach and that is not protected.
 
-    `insecure`: number of --insecure flags. `missing`: the options that would protect it.
+    `insecure`: waive the rule. `missing`: the options that would protect it.
     """
-    if is_loopback(host) or (encrypts and asks_for_token) or insecure >= INSECURE:
+    if is_loopback(host) or (encrypts and asks_for_token) or insecure:
         return
     lacks = [text for has, text in ((encrypts, "nothing would be encrypted"),
                                     (asks_for_token, "no token would be asked for")) if not has]  # fmt: skip
     raise ConfigError(
         f"other machines reach {host}, and {' and '.join(lacks)}",
         field=field,
-        hint=f"{missing}, use a loopback address such as 127.0.0.1, or give --insecure twice.",
+        hint=f"{missing}, use a loopback address such as 127.0.0.1, or give --insecure.",
     )
 
 

@@ -2,6 +2,11 @@
 
 The package is callable: `kvarts.plan(traffic, config)` returns a Plan. Planning itself is imported by the first call:
 a mock and a device of several models need only the names of policies.
+
+>>> import kvarts
+>>> plan = kvarts.plan("sample:mooncake", page_size=512, policies=["auto"])
+>>> plan.hit_ratio(2_000) > plan.hit_ratio(1_000)
+True
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ import numpy as np
 from kvarts.base.columns import Column
 from kvarts.base.limits import MOST_PAGES, check_whole
 from kvarts.base.processes import Processes
+from kvarts.core.kv.block_sizes import needs_of
 from kvarts.core.kv.eviction import EvictionOrder, LruOrder
 from kvarts.core.kv.group_needs import GroupNeeds
 from kvarts.core.kv.groups import GroupMemory, PartGroup
@@ -351,7 +352,7 @@ def least_pages_of(plan: HitPlan, config: ReplayConfig) -> int:
 
 
 def _needs_of(config: ReplayConfig) -> GroupNeeds:
-    return GroupNeeds(config.memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
+    return needs_of(config.memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
 
 
 class GroupHits:
@@ -440,7 +441,11 @@ class _Serial:
         memory, make_order = config.memory, config.eviction
         self._page_size = config.page_size
         self._most_new = config.max_num_batched_tokens
-        self._aligned = AlignedChunks(config.page_size, config.max_num_batched_tokens) if memory.aligns else None
+        self._aligned = None
+        if memory.aligns:
+            self._aligned = AlignedChunks(
+                config.page_size, config.max_num_batched_tokens, saves_inside=memory.saves_inside
+            )
         self._needs = _needs_of(config)
         self._releases_apart = sum(group.is_state or group.is_bounded for group in memory.groups) > 1
         self._release_places = _release_places(memory, config.page_size)
@@ -475,6 +480,7 @@ class _Serial:
             num_tokens = max(num_prompt, min(num_tokens, request.content.num_known_pages * page_size))
         match = cache.match(request.content, (num_prompt - 1) // page_size)
         table = cache.begin(request.content, match)
+        table.prefill_end = num_prompt
         at = match.num_pages * page_size
         while at < num_tokens:
             # A chunk of the prompt, or generated tokens up to the end of a page.

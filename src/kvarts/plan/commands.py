@@ -118,6 +118,11 @@ class CommandLines:
     Here they are empty: those of a plan that was not made on the command line.
     """
 
+    @property
+    def memory_fraction(self) -> float | None:
+        """The share of a device's memory that the engine may use; None: its default."""
+        return None
+
     def plan(self, *more: str) -> str:
         """Return the command line of the plan, with `more` options."""
         return ""

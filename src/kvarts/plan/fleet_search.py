@@ -25,6 +25,7 @@ from kvarts.sim.config import ReplayConfig, resolve_replay
 from kvarts.sim.fleet.config import resolve_fleet
 
 __all__ = [
+    "BATCH",
     "Family",
     "Fleet",
     "FleetKind",
@@ -41,6 +42,10 @@ BATCH = 4
 MOST_GPUS = 256
 TENSOR_PARALLELS = (1, 2, 4, 8)
 """Devices of a worker that are tried unless a tensor parallel size is given."""
+RANKS = ((1, 2), (1, 4), (1, 8), (1, 16), (4, 2), (8, 2))
+"""Devices of a rank, and ranks, that are tried of models with experts: attention in each rank, experts over all."""
+STAGES = ((8, 2), (8, 4))
+"""Devices of a stage, and stages, that are tried where there are as many devices: a stage per node."""
 ROUTERS = ("prefix", "least-loaded")
 """Routers that are tried by default."""
 APART = ("prefill", "decode")
@@ -262,19 +267,25 @@ def _covers(larger: Fleet, fleet: Fleet) -> bool:
 class FleetKind(msgspec.Struct, frozen=True):
     """Fleets that differ only in numbers of workers. `tensor_parallels`: per pool; None: as given.
 
-    `store`: the size of a store that all workers share, if any.
+    `store`: the size of a store that all workers share, if any. A worker of `data_parallel` ranks divides its experts
+    over all their devices; one of `pipeline_parallel` stages, its layers.
     """
 
     is_apart: bool
     tensor_parallels: tuple[int | None, ...]
     router: str
     store: str | None
+    data_parallel: int = 1
+    pipeline_parallel: int = 1
 
     @property
     def name(self) -> str:
         """The kind in words."""
         sizes = " + ".join(f"TP{size}" for size in self.tensor_parallels if size is not None)
-        return " ".join(filter(None, ["apart" if self.is_apart else "mixed", sizes, self.router, self.store]))
+        ranks = f"DP{self.data_parallel} EP" if self.data_parallel > 1 else ""
+        stages = f"PP{self.pipeline_parallel}" if self.pipeline_parallel > 1 else ""
+        words = ["apart" if self.is_apart else "mixed", sizes, ranks, stages, self.router, self.store]
+        return " ".join(filter(None, words))
 
 
 class FleetKinds:
@@ -372,7 +383,7 @@ class FleetKinds:
                 errors.append(error)
                 self.left_out.append({"kind": kind.name, "why": str(error)})
                 continue
-            sizes = tuple(devices_of(each) for each in workers_of(config))
+            sizes = tuple(devices_of(each) * kind.data_parallel for each in workers_of(config))
             if sum(sizes) <= self.most_devices:
                 self.kinds.append(kind)
                 without_router = msgspec.structs.replace(kind, router="")
@@ -394,9 +405,31 @@ class FleetKinds:
         for router, store in product(self.routers, self.stores):
             for size in tried("tensor_parallel"):
                 yield FleetKind(is_apart=False, tensor_parallels=(size,), router=router, store=store)
+            if store is None:
+                yield from self._larger_kinds(router)
             if self.most_devices > 1:
                 for pair in product(*(tried(f"{role}.tensor_parallel") for role in APART)):
                     yield FleetKind(is_apart=True, tensor_parallels=pair, router=router, store=store)
+
+    def _larger_kinds(self, router: str) -> Iterator[FleetKind]:
+        """Yield the kinds of mixed workers of several ranks or stages, unless the given settings divide the model."""
+        given = self._given
+        ways = ("tensor_parallel", "data_parallel", "expert_parallel", "pipeline_parallel")
+        if "model" not in given or "device" not in given or any(key in given for key in ways):
+            return
+        from kvarts.cost.hardware.model_config import load_geometry
+
+        if load_geometry(given["model"]).experts is not None:
+            for size, ranks in RANKS:
+                if size * ranks <= self.most_devices:
+                    yield FleetKind(
+                        is_apart=False, tensor_parallels=(size,), router=router, store=None, data_parallel=ranks
+                    )
+        for size, stages in STAGES:
+            if size * stages <= self.most_devices:
+                yield FleetKind(
+                    is_apart=False, tensor_parallels=(size,), router=router, store=None, pipeline_parallel=stages
+                )
 
     @property
     def scaler(self) -> str | None:
@@ -424,6 +457,11 @@ class FleetKinds:
                 changes[f"{prefix}replicas"] = count
             if size is not None and size > 1:
                 changes[f"{prefix}tensor_parallel"] = size
+        if kind.data_parallel > 1:
+            changes["data_parallel"] = kind.data_parallel
+            changes["expert_parallel"] = kind.data_parallel * (kind.tensor_parallels[0] or 1)
+        if kind.pipeline_parallel > 1:
+            changes["pipeline_parallel"] = kind.pipeline_parallel
         if sum(counts) > len(pools) or is_scaled:
             changes["router"] = kind.router
         else:
@@ -437,7 +475,11 @@ class FleetKinds:
 
         Raise ConfigError if the fleet cannot be replayed.
         """
-        given = self._changed(self.changes(kind, counts, is_scaled=is_scaled))
+        return self.config_of(self.changes(kind, counts, is_scaled=is_scaled))
+
+    def config_of(self, changes: Changes) -> Any:
+        """Return the configuration of a fleet, from its changes of the given settings; see `config`."""
+        given = self._changed(changes)
         if given_of_fleets(given):
             return resolve_fleet(given, self._all_sections)
         return resolve_replay(given, self._all_sections).certain

@@ -5,17 +5,31 @@ Every point is a replay of the whole trace; `fleet_search` decides which are nee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvarts.base.processes import Processes
 from kvarts.base.settings import given_by_keywords
 from kvarts.base.units import as_percent
+from kvarts.plan.cache import CachePlan
 from kvarts.plan.commands import command_line
+from kvarts.plan.confidence import (
+    SLOWER_WORLDS,
+    cost_error_of,
+    find_confidence,
+    how_long,
+    largest_rate,
+    shares_of_agents,
+    step_times,
+    would_change,
+)
 from kvarts.plan.fleet_search import (
     APART,
+    BATCH,
     Fleet,
     FleetKind,
     FleetKinds,
@@ -24,13 +38,26 @@ from kvarts.plan.fleet_search import (
     devices_of,
     workers_of,
 )
-from kvarts.plan.planning import FLEET_VALUES, Plan
-from kvarts.plan.replays import share_kept
-from kvarts.sim.config import SECTIONS, TABLES
+from kvarts.plan.latency import OnAnswer
+from kvarts.plan.planning import FLEET_VALUES, Plan, prices_of
+from kvarts.plan.purchases import (
+    Prices,
+    Purchase,
+    given_host_bytes,
+    host_memory_of,
+    host_sizes,
+    policies_of,
+    with_host_memory,
+)
+from kvarts.plan.replays import NO_CHANGE, changed_summary, share_kept
+from kvarts.plan.serve_lines import serve_lines
+from kvarts.sim.config import SECTIONS, TABLES, ReplayConfig
 from kvarts.sim.fleet.config import SECTIONS as FLEET_SECTIONS
 from kvarts.sim.replay import Traffic, trace_of
 from kvarts.sim.replaying import replay
+from kvarts.sim.report.advice import as_size
 from kvarts.sim.report.words import duration
+from kvarts.sim.traffic.editing import can_lengthen, share_of_agents
 from kvarts.sim.traffic.settings import SECTION as TRAFFIC
 from kvarts.sim.traffic.trace import Trace
 
@@ -39,7 +66,12 @@ __all__ = ["FleetsPlan", "plan_fleets"]
 Point = dict[str, Any]
 MS_PER_HOUR = 3.6e6
 ROLES = {"prefill": "P", "decode": "D"}
-WAYS = {"tensor_parallel": "TP", "pipeline_parallel": "PP"}
+WAYS = {"tensor_parallel": "TP", "data_parallel": "DP", "pipeline_parallel": "PP"}
+MOST_OPTIONS = 3
+NUM_LEFT = 12
+"""Replays with host memory that are still to come once the fewest devices are known, about."""
+NUM_SENSITIVITY = 12
+"""Replays with other traffic, about."""
 
 
 class FleetsPlan:
@@ -56,8 +88,12 @@ class FleetsPlan:
         *,
         command: Callable[[Mapping[str, Any]], str],
         slo_share: float = 0.99,
+        cost_error: float | None = None,
+        prices: Prices | None = None,
+        memory_fraction: float | None = None,
         workers: int | None = 1,
         on_replay: Callable[[], object] | None = None,
+        on_answer: OnAnswer | None = None,
     ) -> None:
         self._kinds = kinds
         self._slo = kinds.first.slo
@@ -67,7 +103,18 @@ class FleetsPlan:
         self._slo_share = slo_share
         self._num_workers = workers
         self._on_replay = on_replay
+        self._on_answer = on_answer or (lambda *_: None)
+        self._cost_error = cost_error_of(kinds.first, trace) if cost_error is None else cost_error
+        self._prices = prices or Prices()
+        self._memory_fraction = memory_fraction
         self._points: dict[Fleet, Point] = {}
+        self._configs: dict[str, Any] = {}
+        """What was replayed, by the names of points."""
+        self._bought: dict[Purchase, Point] = {}
+        """What was replayed with host memory."""
+        self._confidence: dict[str, Any] | None = None
+        self._sensitivity: dict[str, Any] = {}
+        self.is_complete = True
         self._is_closed_loop = kinds.first.concurrency is not None
         # In an open loop, all fleets get the same requests in the same time; goodput per second would also depend on
         # how long the last of them take.
@@ -82,16 +129,32 @@ class FleetsPlan:
                 partial(self._measured, processes),
                 ends=not self._is_closed_loop,
             )
-            search.run()
+            try:
+                search.run()
+                self._on_answer(self._answer(self._within(search)), NUM_LEFT)
+                self._add_host_memory(search, processes)
+                self._on_answer(self._answer(self._within(search)), len(SLOWER_WORLDS) // 2)
+                self._find_confidence(search)
+                self._on_answer(self._answer(self._within(search)), NUM_SENSITIVITY)
+                self._find_sensitivity(search, processes)
+            except KeyboardInterrupt:
+                search.known.update({fleet: self._outcome(point) for fleet, point in self._points.items()})
+                if not search.known:
+                    raise
+                self.is_complete = False
         front = [self._points[fleet] for fleet in search.front()]
         for point in front:
             point["on_front"] = True
         points = [self._points[fleet] for fleet in search.in_order()]
-        within = [point for point in points if point["devices"] <= search.limit]
+        within = self._within(search)
         return {
             "gpus": self._most_devices,
             "slo": {name: getattr(self._slo, name) for name in self._slo.__struct_fields__},
             "slo_share": self._slo_share,
+            "is_complete": self.is_complete,
+            "prices": {**msgspec.to_builtins(self._prices), "text": self._prices.sentence()},
+            "confidence": self._confidence,
+            "sensitivity": self._sensitivity,
             "compared_by": self._measure,
             "routers": self._kinds.routers,
             "stores": self._kinds.stores,
@@ -104,8 +167,22 @@ class FleetsPlan:
             "options": self._options(front, within),
             "answer": self._answer(within),
             **({} if self._kinds.scaler is None else {"scaler": self._scaled(within)}),
-            "points": points,
+            "points": [*points, *(self._bought[bought] for bought in sorted(self._bought))],
         }
+
+    def _within(self, search: FleetSearch) -> list[Point]:
+        """Return the replays within the limit, in order; the cheapest with host memory first, if it keeps the SLO."""
+        points = [self._points[fleet] for fleet in search.in_order() if search.devices(fleet) <= search.limit]
+        limit = self._least_price(points)
+        kept = [
+            (point["price_per_hour"], bought)
+            for bought, point in self._bought.items()
+            if self._keeps(point) and point["price_per_hour"] < limit
+        ]
+        return [*(self._bought[bought] for _, bought in sorted(kept)[:1]), *points]
+
+    def _least_price(self, points: Sequence[Point]) -> float:
+        return min((point["price_per_hour"] for point in points if self._keeps(point)), default=float("inf"))
 
     # Replays --------------------------------------------------------------------------------------------------
 
@@ -118,16 +195,146 @@ class FleetsPlan:
             fleet = fleets[int(key)]
             kind = self._kinds.kinds[fleet.family]
             changes = self._kinds.changes(kind, fleet.counts)
+            described = _described(kind, fleet, configs[key], changes)
+            self._configs[described["name"]] = configs[key]
             self._points[fleet] = {
-                **_described(kind, fleet, configs[key], changes),
+                **described,
                 **row,
+                "host_bytes": 0,
+                "policy": None,
+                "price_per_hour": self._prices.of(
+                    described["devices"], sum(map(given_host_bytes, workers_of(configs[key])[:1]))
+                ),
                 "on_front": False,
                 "command": self._command(changes),
             }
             if self._on_replay is not None:
                 self._on_replay()
-        found = [self._points[fleet] for fleet in fleets]
-        return [FleetOutcome(point[self._measure], self._keeps(point), point["goodput_per_s"]) for point in found]
+        if kept := [point for point in self._points.values() if self._keeps(point)]:
+            cheapest = min(kept, key=lambda point: (point["price_per_hour"], point["name"]))
+            self._on_answer(f"at most {_in_words(cheapest)}", NUM_LEFT + BATCH)
+        return [self._outcome(self._points[fleet]) for fleet in fleets]
+
+    def _outcome(self, point: Point) -> FleetOutcome:
+        return FleetOutcome(point[self._measure], self._keeps(point), point["goodput_per_s"])
+
+    def _add_host_memory(self, search: FleetSearch, processes: Processes) -> None:
+        """Look for fleets with host memory that keep the SLO for less than the fewest devices without it."""
+        if not self._trace.knows_prefixes or self._trace.requests is None or self._is_closed_loop:
+            return
+        keeping = [point for point in self._within(search) if self._keeps(point)]
+        fewer = min((point["devices"] for point in keeping), default=self._most_devices + 1) - 1
+        reused_pages = 0
+        for fleets in self._host_lines(search, fewer):
+            kind = self._kinds.kinds[fleets[0].family]
+            worker = workers_of(self._kinds.config(kind, fleets[0].counts))[0]
+            reused_pages = reused_pages or CachePlan(self._trace, worker.page_size).curve.most_pages
+            sizes = host_sizes(worker, reused_pages)
+            if not sizes:
+                continue
+            by_line = {Purchase(search.devices(fleet), fleet.family): fleet for fleet in fleets}
+
+            def keeps(bought: Purchase, by_line: Mapping[Purchase, Fleet] = by_line) -> bool:
+                if bought not in self._bought:
+                    line = Purchase(bought.num_devices, bought.shape)
+                    self._bought[bought] = self._with_host_memory(by_line[line], bought, processes)
+                return self._keeps(self._bought[bought])
+
+            limit = self._least_price(self._within(search))
+            with_host_memory([list(by_line)], sizes, policies_of(worker), self._prices, keeps, limit)
+
+    def _host_lines(self, search: FleetSearch, most_devices: int) -> Iterator[list[Fleet]]:
+        """Yield the fleets that host memory is added to, per shape, the fewest devices first.
+
+        These are mixed workers of each shape behind the first router, and those of the pools apart that keep the SLO
+        for the most requests without it: per number of devices, the best split of these.
+        """
+        shapes: set[FleetKind] = set()
+        for family, (kind, each) in enumerate(zip(self._kinds.kinds, self._kinds.families, strict=True)):
+            shape = msgspec.structs.replace(kind, router="")
+            if kind.is_apart or kind.store is not None or shape in shapes or each.sizes[0] > most_devices:
+                continue
+            shapes.add(shape)
+            yield [Fleet(family, (count,)) for count in range(1, most_devices // each.sizes[0] + 1)]
+        apart = [
+            fleet
+            for fleet in search.in_order()
+            if self._points[fleet]["is_apart"]
+            and self._points[fleet]["store"] is None
+            and search.devices(fleet) <= most_devices
+        ]
+        if apart:
+            best = max(apart, key=lambda fleet: self._points[fleet]["slo_ratio"])
+            splits: dict[int, Fleet] = {}
+            for fleet in apart:  # of as many devices, the best is first
+                if fleet.family == best.family:
+                    splits.setdefault(search.devices(fleet), fleet)
+            yield list(splits.values())
+
+    def _with_host_memory(self, fleet: Fleet, bought: Purchase, processes: Processes) -> Point:
+        """Return the replay of a fleet with the host memory of a purchase in each of its workers."""
+        kind = self._kinds.kinds[fleet.family]
+        changes = self._kinds.changes(kind, fleet.counts) | {
+            "offload.host_memory": as_size(bought.host_bytes),
+            "offload.policy": bought.policy,
+        }
+        config = self._kinds.config_of(changes)
+        if self._on_replay is not None:
+            self._on_replay()
+        described = _described(kind, fleet, config, changes)
+        name = described["name"] + host_memory_of(bought.num_devices * bought.host_bytes, bought.policy)
+        self._configs[name] = config
+        return {
+            **described,
+            **processes.all(_replayed, [config])[0],
+            "name": name,
+            "host_bytes": bought.host_bytes,
+            "policy": bought.policy,
+            "price_per_hour": bought.price(self._prices),
+            "on_front": False,
+            "command": self._command(changes),
+        }
+
+    def _find_confidence(self, search: FleetSearch) -> None:
+        """Replay the best with longer steps, if it keeps the SLO."""
+        best = self._best(self._within(search))
+        if not self._keeps(best):
+            return
+        config = self._configs[best["name"]]
+
+        def replayed(factor: float) -> tuple[bool, float]:
+            if self._on_replay is not None:
+                self._on_replay()
+            slower = _changed(config, lambda each: {"cost_factor": each.cost_factor * factor})
+            row = _replayed(self._trace, slower)
+            return self._keeps(row), row["goodput_per_s"]
+
+        self._confidence = find_confidence(replayed, workers_of(config)[0].cost, self._cost_error)
+
+    def _find_sensitivity(self, search: FleetSearch, processes: Processes) -> None:
+        """Replay the best with other traffic, if it keeps the SLO."""
+        if self._confidence is None:
+            return
+        config = self._configs[self._best(self._within(search))["name"]]
+        speedup = workers_of(config)[0].speedup
+        found, trace = self._sensitivity, self._trace
+        asked: dict[tuple[float, float, float], float] = {}
+
+        def share(*, rate: float = speedup, length: float = 1.0, agents: float = NO_CHANGE) -> float:
+            case = rate, length, agents
+            if case not in asked:
+                if self._on_replay is not None:
+                    self._on_replay()
+                at_rate = _changed(config, lambda each: {"speedup": rate})
+                asked[case] = share_kept(processes.all(changed_summary, [(at_rate, length, agents)])[0]) or 0.0
+            return asked[case]
+
+        found["step_times"] = step_times(self._confidence)
+        if not self._is_closed_loop:
+            found["rate"] = largest_rate(share, self._slo_share, speedup)
+        if can_lengthen(trace):
+            found["prompt_length"] = how_long(share, self._slo_share)
+        found["agents"] = shares_of_agents(share, self._slo_share, share_of_agents(trace))
 
     def _keeps(self, point: Point) -> bool:
         share: float = point["slo_ratio"]
@@ -167,14 +374,16 @@ class FleetsPlan:
         """Return three recommendations, or as many as there are fleets: each with its command."""
         best = self._best(points)
         kept = as_percent(self._slo_share)
-        if self._keeps(best):
+        if best["host_bytes"]:
+            chosen = [("cheapest", f"the least that keeps the SLO for {kept} of requests", best)]
+            chosen += [("devices", "the same without host memory", each) for each in self._alone(points)]
+        elif self._keeps(best):
             chosen = [("cheapest", f"the fewest devices that keep the SLO for {kept} of requests", best)]
         else:
             chosen = [("closest", f"no fleet keeps the SLO for {kept} of requests; this one comes closest", best)]
         efficient = max(front, key=lambda point: (point["goodput_per_s_per_device"], -point["devices"]))
         chosen.append(("per-device", "the most goodput per device", efficient))
-        others = [point for point in points if point["is_apart"] is not best["is_apart"]]
-        if others:
+        if others := _the_other_way(points, best):
             what = "prefill and decode apart" if others[0]["is_apart"] else "mixed workers"
             of_others = self._best(others)
             chosen.append(
@@ -191,14 +400,18 @@ class FleetsPlan:
             if same is not None:
                 if name != "smaller":
                     same["notes"].append(f"also: {what}")
-            elif len(options) < 3:
+            elif len(options) < MOST_OPTIONS:
                 options.append(self._option(name, what, point, front))
+        if self._sensitivity:
+            options[0]["would_change"] += would_change(self._sensitivity)
         return options
 
     def _option(self, name: str, what: str, point: Point, front: Sequence[Point]) -> dict[str, Any]:
         ttft, tpot = (duration(point[metric]["p99"]) for metric in ("ttft_ms", "tpot_ms"))
         devices, share = _counted(point["devices"], "device"), as_percent(point["slo_ratio"], bound=self._slo_share)
         limit = point["limited_by"].replace("kv_pages", "KV pages").replace("_", " ")
+        limited = "" if limit == "nothing" else f"; limited by {limit}"
+        config = self._configs[point["name"]]
         changes = []
         fewer = [each for each in front if each["devices"] < point["devices"]]
         if fewer:
@@ -216,9 +429,13 @@ class FleetsPlan:
             "tpot_ms_p99": point["tpot_ms"]["p99"],
             "notes": [
                 f"{devices}, {point['device_hours']:.3f} device hours; SLO kept by {share}",
-                f"TTFT p99 {ttft}, TPOT p99 {tpot}; limited by {limit}",
+                f"TTFT p99 {ttft}, TPOT p99 {tpot}{limited}",
             ],
             "would_change": changes,
+            "host_bytes": point["host_bytes"],
+            "policy": point["policy"],
+            "price_per_hour": point["price_per_hour"],
+            "serve": serve_lines(config, point, self._memory_fraction) if isinstance(config, ReplayConfig) else {},
         }
 
     def _best(self, points: Sequence[Point]) -> Point:
@@ -228,20 +445,27 @@ class FleetsPlan:
             return keeping[0]
         return min(points, key=lambda point: (-point["slo_ratio"], point["devices"]))
 
+    def _alone(self, points: Sequence[Point]) -> list[Point]:
+        """Return the fewest devices that keep the SLO without host memory, if the best has some; else nothing."""
+        if not points[0]["host_bytes"]:
+            return []
+        return [point for point in points[1:] if self._keeps(point)][:1]
+
     def _answer(self, points: Sequence[Point]) -> str:
         """Return the result in one or two sentences: the devices, the fleet, and whether prefill apart is better."""
         best = self._best(points)
         share = as_percent(self._slo_share)
         if self._keeps(best):
-            devices = _counted(best["devices"], "device")
-            verb = "is the least" if best["devices"] == 1 else "are the fewest"
-            answer = f"{devices} {verb} that keep{'s' * (best['devices'] == 1)} the SLO for {share} of requests"
-            answer += f": {best['name']}"
+            instead = "".join(f", or {_in_words(each)}," for each in self._alone(points))
+            verb = "keeps" if best["devices"] == 1 and not best["host_bytes"] else "keep"
+            answer = f"{_in_words(best)}{instead} {verb} the SLO for {share} of requests"
+            if self._confidence is not None:
+                answer += f", {self._confidence['text']}"
         else:
             kept = as_percent(best["slo_ratio"], bound=self._slo_share)
-            answer = f"No fleet of at most {_counted(self._most_devices, 'device')} keeps the SLO for {share} of "
+            answer = f"No fleet of at most {_counted(self._most_devices, 'GPU')} keeps the SLO for {share} of "
             answer += f"requests: {best['name']} keeps it for {kept}"
-        others = [point for point in points if point["is_apart"] is not best["is_apart"]]
+        others = _the_other_way(points, best)
         if not others:
             return answer
         other = self._best(others)
@@ -260,6 +484,8 @@ def plan_fleets(
     routers: Sequence[str] = (),
     stores: Sequence[str] = (),
     slo_share: float = 0.99,
+    cost_error: float | None = None,
+    prices: Prices | Path | str | None = None,
     workers: int | None = 1,
     on_replay: Callable[[], object] | None = None,
     **settings: Any,
@@ -270,7 +496,7 @@ def plan_fleets(
     `slo_ttft_ms=3000`, `transfer_rate="50GB/s"`. For `workers`, more than one requires a script that can be imported.
     Points have commands if `traffic` is a path. Raise ConfigError that names the argument.
     """
-    sections = [*SECTIONS, TRAFFIC, *TABLES, *FLEET_SECTIONS]
+    sections = [*SECTIONS, TRAFFIC, *FLEET_SECTIONS, *TABLES]  # as the command line lists them
     given = given_by_keywords(settings, sections)
     path = Path(traffic) if isinstance(traffic, str | Path) else None
 
@@ -279,7 +505,17 @@ def plan_fleets(
 
     kinds = FleetKinds(given, sections, gpus, routers=routers, stores=stores)
     trace = trace_of(traffic)
-    plan = FleetsPlan(trace, kinds, command=command, slo_share=slo_share, workers=workers, on_replay=on_replay)
+    plan = FleetsPlan(
+        trace,
+        kinds,
+        command=command,
+        slo_share=slo_share,
+        cost_error=cost_error,
+        prices=prices_of(prices, kinds.first.cost),
+        memory_fraction=given["memory_fraction"] if "memory_fraction" in given else None,  # noqa: SIM401  (not a dict)
+        workers=workers,
+        on_replay=on_replay,
+    )
     fleets = plan.to_builtins()
     config = kinds.first.to_builtins()
     return Plan({"trace": trace.name, "config": config, "fleets": fleets, "advice": fleets["answer"]})
@@ -292,8 +528,29 @@ def _assumption(search: FleetSearch) -> dict[str, Any]:
     return {"num_pairs": len(drops), "num_broken": len(broken), "largest_drop": max(broken, default=0.0)}
 
 
+def _the_other_way(points: Sequence[Point], best: Point) -> list[Point]:
+    """Return the mixed `points` if `best` is apart, else those apart, with at most as many devices as `best`."""
+    most = best["devices"]
+    return [point for point in points if point["is_apart"] is not best["is_apart"] and point["devices"] <= most]
+
+
+def _in_words(point: Point) -> str:
+    """Return a fleet in words: `2 GPUs (1 mixed(TP2))`, or `1 GPU and 29 GiB of host memory (lazy stores)`."""
+    memory = host_memory_of(point["devices"] * point["host_bytes"], point["policy"] or "")
+    shape = point["name"].removesuffix(memory)
+    return f"{_counted(point['devices'], 'GPU')}{memory}" + (f" ({shape})" if point["devices"] > 1 else "")
+
+
 def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def _changed(config: Any, changes: Callable[[ReplayConfig], Mapping[str, Any]]) -> Any:
+    """Return a replay, or a fleet with all its workers, with the fields that `changes` returns."""
+    if isinstance(config, ReplayConfig):
+        return msgspec.structs.replace(config, **changes(config))
+    pools = (msgspec.structs.replace(pool, each=_changed(pool.each, changes)) for pool in config.pools)
+    return msgspec.structs.replace(config, pools=tuple(pools))
 
 
 def _replayed(trace: Trace, config: Any) -> dict[str, Any]:
@@ -324,7 +581,7 @@ def _described(kind: FleetKind, fleet: Fleet, config: Any, changes: Mapping[str,
         {
             "role": role,
             "replicas": count,
-            "devices": count * devices_of(worker),
+            "devices": count * devices_of(worker) * kind.data_parallel,
             **{ways: int(getattr(worker.cost, ways, 1)) for ways in WAYS},
             "pages": worker.num_pages,
         }
@@ -345,10 +602,7 @@ def _described(kind: FleetKind, fleet: Fleet, config: Any, changes: Mapping[str,
 
 
 def _of_pool(pool: Mapping[str, Any]) -> str:
-    ways = "".join(
-        f"({name}{pool[key]})"
-        for name, key in (("TP", "tensor_parallel"), ("PP", "pipeline_parallel"))
-        if pool[key] > 1
-    )
+    sizes = " ".join(f"{name}{pool[key]}" for key, name in WAYS.items() if pool[key] > 1)
+    ways = f"({sizes})" * bool(sizes)
     role = ROLES.get(pool["role"], f" {pool['role']}")
     return f"{pool['replicas']}{role}{ways}"

@@ -10,9 +10,11 @@ starts processes, is imported only on use.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import os
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -22,7 +24,11 @@ from zlib import crc32
 import msgspec
 
 from kvarts.base.errors import ConfigError, InputError, OutputError
+from kvarts.base.files import reading
+from kvarts.base.growing import GrowingFile
+from kvarts.base.limits import whole_number
 from kvarts.base.processes import Processes
+from kvarts.base.user_code import name_apart
 from kvarts.sim.traffic.settings import READING
 
 if TYPE_CHECKING:
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Row",
+    "UserCode",
     "Values",
     "fronts",
     "load_of",
@@ -132,18 +139,14 @@ def run_sweep(
             on_done(len(set(keys) & done.keys()), len(set(keys)))
 
     tell()
-    try:
-        with journal.open("ab") as file:
-            if file.tell() and not _ends_whole(journal):
-                file.write(b"\n")
-            for key, row in _results(missing, run, workers, ray_address):
-                done[key] = row
-                file.write(_line(key, row))
-                file.flush()
-                os.fsync(file.fileno())
-                tell()
-    except OSError as error:
-        raise OutputError(f"cannot be written: {error.strerror}", path=journal) from error
+    with GrowingFile(journal, keeps=True) as file:
+        if not _ends_whole(journal):
+            file.write(b"\n")
+        for key, row in _results(missing, run, workers, ray_address):
+            done[key] = row
+            file.write(_line(key, row))
+            file.sync()
+            tell()
     return [done[key] for key in keys]
 
 
@@ -265,9 +268,11 @@ def _read(journal: Path) -> dict[str, Row]:
 
 
 def _ends_whole(journal: Path) -> bool:
-    with journal.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
+    """Return whether the last line has an end, or there is none."""
+    with reading(journal), journal.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read(1) in (b"", b"\n")
 
 
 def results_on_ray(
@@ -309,7 +314,7 @@ def results_on_ray(
 def _check_reachable(address: str) -> None:
     """Raise ConfigError if nothing answers at host:port. Ray itself would retry for minutes."""
     host, colon, port = address.rpartition(":")
-    if not colon or "/" in host or not port.isdecimal():
+    if not colon or "/" in host or whole_number(port) is None:
         return
     from socket import create_connection
 
@@ -325,3 +330,88 @@ def _unreachable(address: str, what: str) -> ConfigError:
         field="--ray",
         hint="Give its address as host:port, or auto.",
     )
+
+
+# Code of a user ---------------------------------------------------------------------------------------------------
+
+FIELDS = ("admission", "cost", "eviction", "router")
+"""Settings that take a class or an object where they take a name."""
+
+
+class UserCode:
+    """Owner of the classes and objects of one grid. `objects`: by their names in rows, which kvarts does not use."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+
+    def named(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the configuration of a sweep, with a name in place of each class and object."""
+        found = self._table(config)
+        if isinstance(found.get("grid"), Mapping):
+            grid = found["grid"]
+            found["grid"] = {
+                key: [self._name(key, each) for each in choices] if isinstance(choices, list | tuple) else choices
+                for key, choices in grid.items()
+            }
+        if isinstance(found.get("points"), list | tuple):
+            found["points"] = [self._table(each) if isinstance(each, Mapping) else each for each in found["points"]]
+        return found
+
+    def used_by(self, values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+        """Return the names that `values` use, by setting, each with a digest that changes with the code."""
+        return {
+            key: (values[key], _digest(self.objects[values[key]]))
+            for key in FIELDS
+            if isinstance(values.get(key), str) and values[key] in self.objects
+        }
+
+    def check_sendable(self, workers: int) -> None:
+        """Raise ConfigError for what cannot be sent to the processes of a sweep, if there are several."""
+        for name, made in self.objects.items() if workers > 1 else ():
+            try:
+                pickle.dumps(made)
+            except Exception as error:
+                raise ConfigError(
+                    f"{name} cannot be sent to other processes: {error}",
+                    field="workers",
+                    hint="Define it at the top of a module, or give workers=1.",
+                ) from error
+
+    def _table(self, table: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: self._name(key, value) for key, value in table.items()}
+
+    def _name(self, key: str, value: Any) -> Any:
+        is_code = key in FIELDS and (key == "admission" or not isinstance(value, str | Mapping))
+        if not is_code:
+            return value
+        for name, known in self.objects.items():
+            if known is value:
+                return name
+        own = value if isinstance(value, str) else getattr(value, "__name__", type(value).__name__)
+        name = name_apart(own, {*self.objects, *_names_of_kvarts()})
+        self.objects[name] = value
+        return name
+
+
+def _names_of_kvarts() -> set[str]:
+    """Return the names that a grid may have without code of a user."""
+    from kvarts.sim.eviction import ALL_POLICIES  # most grids have names alone
+    from kvarts.sim.routers.policies import POLICIES
+
+    return {*ALL_POLICIES, *POLICIES, "polynomial"}
+
+
+def _digest(made: Any) -> str:
+    """Return a digest of the source of a class or a function, and of the state of an object."""
+    from hashlib import sha256
+
+    kind = made if hasattr(made, "__qualname__") else type(made)
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):
+        source = kind.__qualname__
+    try:
+        state = pickle.dumps(made)
+    except Exception:
+        state = repr(made).encode()
+    return sha256(source.encode() + state).hexdigest()

@@ -1,17 +1,19 @@
 """Recommendations of a plan, and latencies at chosen points, by replay: what keeps an SLO, and the highest such rate.
 
-Options form a ladder of *steps*, each with more memory than the one before: eighths of the KV memory of one replica,
-then all the memory of 2, 3 and more replicas. An SLO is kept if `slo_share` of the requests keep its bounds. The
-search is a bisection, so both the recommended step and the one below it have been replayed.
+An SLO is kept if `slo_share` of the requests keep its bounds. The search finds the fewest replicas that keep it, then
+whether fewer of them keep it with host memory, for less (`purchases`). The cheapest of all that was replayed is the
+answer; further stages replay it with longer steps, at other rates and with longer prompts, and with less memory.
 
 The searches assume that more memory, more replicas or a lower rate never hurt. Where that does not hold, they still
-return two neighbours, one that meets the requirement and one that does not; both have been replayed.
+return two neighbours, one that meets the requirement and one that does not; both have been replayed. Up to FEW replicas
+are found whatever more of them do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -19,71 +21,53 @@ from kvarts.base.processes import Processes
 from kvarts.base.units import as_hits, as_percent
 from kvarts.core.parts.combines import check_combination
 from kvarts.plan.cache import HitPlan
+from kvarts.plan.confidence import (
+    cost_error_of,
+    find_confidence,
+    how_long,
+    largest_rate,
+    shares_of_agents,
+    step_times,
+    would_change,
+)
+from kvarts.plan.purchases import (
+    FEW,
+    Prices,
+    Purchase,
+    between,
+    first_from,
+    host_sizes,
+    policies_of,
+    with_host_memory,
+)
 from kvarts.plan.replays import Replays, SizeOption
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.report.words import plus_minus
+from kvarts.sim.traffic.editing import can_lengthen, share_of_agents
 
 if TYPE_CHECKING:
     from kvarts.sim.router import RouterMaker
 
 __all__ = [
-    "COST_ERROR",
     "MOST_REPLICAS",
+    "NUM_POINTS",
     "LatencyPlan",
     "SizeOption",
-    "between",
-    "cheapest_option",
-    "cost_error_of",
-    "first_from",
-    "first_that",
-    "ladder_of",
     "lowest_known",
     "other_option",
 ]
 
-MOST_RATE = 64.0
-RATE_TOLERANCE = 0.05
 NUM_POINTS = 5
 NEARLY_ALL = 0.99
-COST_ERROR = 0.15
-"""Relative error of costs that is assumed if the cost model gives none."""
-NINE_IN_TEN = 1.28
-"""One-sided normal quantile of 0.9, in standard deviations."""
-SLOWER_WORLDS = (0.126, 0.385, 0.674, 1.036, 1.645)
-"""The middles of the upper five tenths of a normal distribution, in standard deviations."""
 EIGHTHS = 8
 MOST_REPLICAS = 64
+MOST_WITH_HOST = 8
+"""Most replicas that are tried with host memory if no number of them keeps the SLO without."""
+NS_PER_HOUR = 3_600_000_000_000
 Option = dict[str, Any]
-
-
-def ladder_of(least_pages: int, num_pages: int, sizes: Iterable[int] = ()) -> list[SizeOption]:
-    """Return eighths of one replica's memory, none too small for the largest request, then whole replicas.
-
-    `sizes`: further sizes of a single replica to include.
-    """
-    least = min(least_pages, num_pages)
-    eighths = {max(least, num_pages * eighth // EIGHTHS) for eighth in range(1, EIGHTHS + 1)}
-    among = {size for size in sizes if least <= size <= num_pages}
-    return [
-        *(SizeOption(1, pages) for pages in sorted(eighths | among)),
-        *(SizeOption(replicas, num_pages) for replicas in range(2, MOST_REPLICAS + 1)),
-    ]
-
-
-def first_that(keeps: Callable[[int], bool], start: int, end: int) -> int | None:
-    """Return the lowest place below `end` where `keeps` holds, or None if none is found. `start` is tried first."""
-    return between(keeps, -1, start) if keeps(start) else first_from(keeps, start, end)
-
-
-def first_from(keeps: Callable[[int], bool], fails: int, end: int) -> int | None:
-    """Return the lowest place in (`fails`, `end`) where `keeps` holds, or None. It does not hold at `fails`."""
-    reach = 1
-    while fails < end - 1:
-        place = min(end - 1, fails + reach)
-        if keeps(place):
-            return between(keeps, fails, place)
-        fails, reach = place, reach * 2
-    return None
+Found = TypeVar("Found")
+OnAnswer = Callable[[str, int], object]
+"""Receives the answer so far, and how many replays are still to come, at most or about."""
 
 
 def lowest_known(
@@ -100,45 +84,6 @@ def lowest_known(
     while lowest > places.start and keeps(lowest - 1):
         lowest -= 1
     return lowest
-
-
-def between(keeps: Callable[[int], bool], fails: int, kept: int) -> int:
-    """Return the lowest place where `keeps` holds, by bisection. It fails at `fails` and holds at `kept`."""
-    while kept - fails > 1:
-        middle = (fails + kept) // 2
-        if keeps(middle):
-            kept = middle
-        else:
-            fails = middle
-    return kept
-
-
-def cheapest_option(
-    replays: Replays, step: SizeOption, below: SizeOption | None, slo_share: float, found: Mapping[str, Any]
-) -> Option:
-    """Return the smallest step that keeps the SLO. `below`: the next smaller. `found`: results of other searches."""
-    option = _option(
-        replays, "cheapest", step, f"the least that keeps the SLO for {as_percent(slo_share)} of requests", slo_share
-    )
-    option["keeps_slo"] = True
-    if below is None:
-        option["would_change"].append("no smaller step holds every request")
-    else:
-        share = replays.at(below)["slo_ratio"]
-        option["step_below"] = {
-            "replicas": below.replicas,
-            "pages": below.pages,
-            "slo_ratio": share,
-            "command": replays.at(below)["command"],
-        }
-        only = f"{as_percent(share, bound=slo_share)} only"
-        option["would_change"].append(f"one step less, {replays.named(below)}, keeps the SLO for {only}")
-    option["would_change"] += [
-        *_by_rate(step, found.get("largest_rate")),
-        *_by_cost(replays, found["sensitivity"]),
-        *_by_router(found["replicas"]),
-    ]
-    return option
 
 
 def other_option(
@@ -184,17 +129,17 @@ def _option(replays: Replays, name: str, step: SizeOption, what: str, slo_share:
     notes = [
         f"{as_hits(point['hit_ratio'])} hits, TTFT p99 {ttft}, TPOT p99 {tpot}"
         + ("" if kept is None else f"; SLO kept by {as_percent(kept, bound=slo_share)}"),
-        f"limited by {point['limited_by'].replace('_', ' ')}",
     ]
-    sentence = replays.advice(step)
-    if sentence:
-        notes.append(sentence)
+    if point["limited_by"] != "nothing":
+        notes.append(f"limited by {point['limited_by'].replace('kv_pages', 'KV pages').replace('_', ' ')}")
     return {
         "name": name,
         "what": f"{what}: {replays.named(step)}",
         "replicas": step.replicas,
         "devices": point["devices"],
         "pages": step.pages,
+        "host_bytes": step.host_bytes,
+        "policy": step.policy or None,
         "hit_ratio": point["hit_ratio"],
         "ttft_ms_p99": point["ttft_ms"]["p99"],
         "tpot_ms_p99": point["tpot_ms"]["p99"],
@@ -208,216 +153,104 @@ def _option(replays: Replays, name: str, step: SizeOption, what: str, slo_share:
     }
 
 
-def _by_rate(step: SizeOption, largest: Mapping[str, Any] | None) -> list[str]:
-    """Return the highest rate that `step` sustains, if the largest rate was searched for with this step."""
-    if (
-        largest is None
-        or largest["rate"] is None
-        or (largest["replicas"], largest["pages"])
-        != (
-            step.replicas,
-            step.pages,
-        )
-    ):
-        return []
-    until = "" if largest["fails_at"] is None else f", and not at {largest['fails_at']:.3g} times"
-    return [f"it keeps the SLO up to {largest['rate']:.3g} times the rate of the trace{until}"]
+class AnswerSearch:
+    """The searches for what keeps the SLO for `slo_share` of the requests. Each depends on shares of replays alone.
 
-
-def _by_cost(replays: Replays, sensitivity: Mapping[str, Any]) -> list[str]:
-    worlds = sensitivity["worlds"]
-    texts = [f"it keeps the SLO in {worlds['kept']} of {worlds['of']} worlds, by the errors of the cost model"]
-    for answer, way in zip(sensitivity["answers"], ("shorter", "longer"), strict=True):
-        cheapest = answer["cheapest"]
-        if cheapest is None:
-            then = "nothing keeps it"
-        elif cheapest["is_same"]:
-            then = "the answer is the same"
-        else:
-            then = f"it takes {replays.named(SizeOption(cheapest['replicas'], cheapest['pages']))}"
-        texts.append(f"if steps are {as_percent(sensitivity['cost_error'])} {way} than the cost model says, {then}")
-    return texts
-
-
-def _by_router(replicas: Mapping[str, Any]) -> list[str]:
-    rows = replicas["by_router"]
-    if all(row["replicas"] == 1 for row in rows):
-        return []
-    texts = [f"{'too many' if row['replicas'] is None else row['replicas']} with {row['router']}" for row in rows]
-    return ["replicas it takes: " + ", ".join(texts)]
-
-
-def cost_error_of(cost: object) -> float:
-    """Return the relative slowdown of steps that is not exceeded in 9 of 10 cases.
-
-    It is computed from the held-out errors of the built-in constants. For a cost model without these, it is COST_ERROR.
-    """
-    error = getattr(cost, "held_out", {}).get("tpot")
-    return COST_ERROR if error is None else round(min(0.9, NINE_IN_TEN * error.one_sigma), 2)
-
-
-def world_factor(cost_error: float, deviations: float) -> float:
-    """Return the factor on step times that is `deviations` standard deviations above the predicted time."""
-    factor: float = (1.0 + cost_error) ** (deviations / NINE_IN_TEN)
-    return round(factor, 4)
-
-
-class SearchOutcome(msgspec.Struct, frozen=True):
-    """The results of a search. `cheapest`: the place of that step in the ladder, if any keeps the SLO.
-
-    `fewest`: the fewest replicas with all their memory that keep it, per router; None: too many. `rate`, `fails_at`:
-    the highest rate of `rate_step`, and the lowest above it that does not keep the SLO. `answers`: for a cost factor,
-    the place of the cheapest step. `kept`: the worlds in which the cheapest step keeps it.
+    `prices`: decide which of several answers is the cheapest. `sizes`: of host memory per device that are tried.
     """
 
-    cheapest: int | None
-    fewest: dict[str, int | None]
-    rate_step: SizeOption | None
-    rate: float | None
-    fails_at: float | None
-    answers: dict[float, int | None]
-    kept: int
-
-
-class LatencySearch:
-    """The searches of a plan among `replays`, for what keeps the SLO for `slo_share` of the requests.
-
-    The search depends on nothing but shares of replays. `looked_at`: steps that are replayed first.
-    """
-
-    def __init__(
-        self,
-        replays: Replays,
-        config: ReplayConfig,
-        ladder: Sequence[SizeOption],
-        looked_at: Sequence[SizeOption],
-        *,
-        slo_share: float,
-        cost_error: float,
-    ) -> None:
-        self._replays = replays
+    def __init__(self, config: ReplayConfig, sizes: list[int], prices: Prices, slo_share: float) -> None:
         self._config = config
-        self._ladder = ladder
-        self._looked_at = looked_at
+        self._sizes = sizes
+        self._prices = prices
         self._slo_share = slo_share
-        self._cost_error = cost_error
 
-    def run(self) -> SearchOutcome:
-        """Return what all searches find."""
-        self._replays.look(self._looked_at)
-        place = self._cheapest()
-        fewest = self._fewest()
-        rate_step = rate = fails_at = None
-        if self._config.concurrency is None:
-            # All the memory of the configured replicas, or of those of the cheapest option if these are more.
-            replicas = 1 if place is None else self._ladder[place].replicas
-            rate_step = SizeOption(max(replicas, self._config.replicas), self._config.num_pages)
-            rate, fails_at = self._largest_rate(rate_step)
-        answers: dict[float, int | None] = {}
-        kept = 0
-        if place is not None:
-            answers = {factor: self._answer(place, factor) for factor in (1 - self._cost_error, 1 + self._cost_error)}
-            kept = self._kept_worlds(place)
-        return SearchOutcome(place, fewest, rate_step, rate, fails_at, answers, kept)
+    def alone(self, replays: Replays) -> SizeOption | None:
+        """Return the fewest replicas, with all their memory, that keep the SLO; one replica less does not."""
 
-    def _cheapest(self) -> int | None:
-        """Return the index of the lowest replayed step that keeps the SLO; the step below it, if any, does not."""
+        def keeps(replicas: int) -> bool:
+            return self._keeps(replays, self._whole(replicas))
 
-        def keeps(place: int) -> bool:
-            return self._keeps(self._ladder[place])
+        found = 1 if keeps(1) else first_from(keeps, 1, MOST_REPLICAS + 1)
+        places = range(1, MOST_REPLICAS + 1)
 
-        whole = next(place for place, step in enumerate(self._ladder) if step.replicas > 1) - 1
-        found = first_that(keeps, whole, len(self._ladder))
-        places = range(len(self._ladder))
-        return lowest_known(keeps, found, lambda place: self._replays.has(self._ladder[place]), places)
+        def is_tried(replicas: int) -> bool:
+            return replicas <= FEW or replays.has(self._whole(replicas))
 
-    def _fewest(self) -> dict[str, int | None]:
-        """Return, per router, the fewest replicas with all their memory that keep the SLO."""
-        num_pages = self._config.num_pages
-        of_routers: dict[str, int | None] = {}
-        start = 1
-        for name in sorted(self._replays.routers, key=lambda name: name != self._replays.router):
+        fewest = lowest_known(keeps, found, is_tried, places)
+        return None if fewest is None else self._whole(fewest)
 
-            def keeps(replicas: int, name: str = name) -> bool:
-                return self._keeps(SizeOption(replicas, num_pages), router=name)
+    def with_host(self, replays: Replays, alone: SizeOption | None) -> list[SizeOption]:
+        """Return fewer replicas with host memory that keep the SLO for less than `alone`, the cheapest last."""
+        each = replays.devices_per_replica
+        fewer = MOST_WITH_HOST if alone is None else alone.replicas - 1
+        lines = [Purchase(replicas * each) for replicas in range(1, fewer + 1)]
+        if not self._sizes or not lines:
+            return []
 
-            def is_known(replicas: int, name: str = name) -> bool:
-                return self._replays.has(SizeOption(replicas, num_pages), router=name)
+        def option(bought: Purchase) -> SizeOption:
+            return msgspec.structs.replace(
+                self._whole(bought.num_devices // each), host_bytes=bought.host_bytes, policy=bought.policy
+            )
 
-            fewest: int | None
-            if keeps(1):
-                fewest = 1
-            elif start > 1 and keeps(start):
-                fewest = between(keeps, 1, start)  # routers do not differ much
-            else:
-                fewest = first_from(keeps, start, MOST_REPLICAS + 1)
-            fewest = lowest_known(keeps, fewest, is_known, range(1, MOST_REPLICAS + 1))
-            if fewest is not None:
-                start = fewest
-                if fewest > 1:
-                    keeps(fewest - 1)
-            of_routers[name] = fewest
-        return of_routers
+        found = with_host_memory(
+            [lines],
+            self._sizes,
+            policies_of(self._config),
+            self._prices,
+            lambda bought: self._keeps(replays, option(bought)),
+            self.price(replays, alone) if alone is not None else float("inf"),
+        )
+        return [option(bought) for bought in found]
 
-    def _largest_rate(self, step: SizeOption) -> tuple[float | None, float | None]:
-        """Return the highest rate, relative to the trace, at which a step keeps the SLO, and one at which it does not.
+    def price(self, replays: Replays, step: SizeOption) -> float:
+        """Return the price of a step per hour."""
+        host_bytes = replays.given_host_bytes or step.host_bytes
+        return self._prices.of(step.replicas * replays.devices_per_replica, host_bytes)
 
-        Either is None if none was found.
-        """
-        rate = self._config.speedup
-        low = high = None
-        while low is None or high is None:
-            if self._keeps(step, rate=rate):
-                low = rate
-                rate *= 2
-            elif high is not None and self._share(step, rate=rate) <= self._share(step, rate=high):
-                high = rate
-                break  # halving the rate did not help, so the rate is not the cause
-            else:
-                high = rate
-                rate /= 2
-            if not 1 / MOST_RATE <= rate <= MOST_RATE:
-                break
-        while low is not None and high is not None and high / low > 1 + RATE_TOLERANCE:
-            middle = (low * high) ** 0.5
-            if self._keeps(step, rate=middle):
-                low = middle
-            else:
-                high = middle
-        return low, high
+    def confidence(self, replays: Replays, step: SizeOption, cost_error: float) -> dict[str, Any]:
+        """Return the confidence in a step that keeps the SLO."""
 
-    def _answer(self, place: int, factor: float) -> int | None:
-        """Return the place of the cheapest step if steps take `factor` times as long as the cost model predicts."""
+        def replayed(factor: float) -> tuple[bool, float]:
+            return self._keeps(replays, step, cost_factor=factor), replays.goodput(step, cost_factor=factor)
 
-        def keeps(tried: int) -> bool:
-            return self._keeps(self._ladder[tried], cost_factor=factor)
+        return find_confidence(replayed, self._config.cost, cost_error)
 
-        if not keeps(place):
-            return first_from(keeps, place, len(self._ladder))
-        if factor > 1 or place == 0 or not keeps(place - 1):
-            return place
-        return first_that(keeps, place - 1, place)
+    def below(self, replays: Replays, step: SizeOption, cost_error: float) -> bool | None:
+        """Return whether the next cheaper step keeps the SLO if steps are shorter by `cost_error`; None without one."""
+        cheaper = self.cheaper(step)
+        return None if cheaper is None else self._keeps(replays, cheaper, cost_factor=1 - cost_error)
 
-    def _kept_worlds(self, place: int) -> int:
-        """Return in how many of ten equally likely worlds the recommended step keeps the SLO.
+    def cheaper(self, step: SizeOption) -> SizeOption | None:
+        """Return the step without host memory, else with one replica less; None for a single replica."""
+        if step.host_bytes:
+            return self._whole(step.replicas)
+        return self._whole(step.replicas - 1) if step.replicas > 1 else None
 
-        Worlds differ in the time of steps: its logarithm is normal, and exceeds 1 + `cost_error` in one of ten. In the
-        five worlds with shorter steps than predicted, the SLO is kept, as it is with the predicted ones.
-        """
-        step = self._ladder[place]
+    def largest_rate(self, replays: Replays, step: SizeOption) -> dict[str, Any]:
+        """Return up to which rate, relative to the trace, a step keeps the SLO, as `largest_rate` does."""
+        return largest_rate(partial(replays.share, step), self._slo_share, self._config.speedup)
 
-        def breaks(world: int) -> bool:
-            return not self._keeps(step, cost_factor=world_factor(self._cost_error, SLOWER_WORLDS[world]))
+    def spare(self, replays: Replays, step: SizeOption) -> SizeOption:
+        """Return the step with the fewest eighths of its pages that keep the SLO, if it has no host memory."""
+        least = min(replays.least_pages, step.pages)
+        sizes = sorted({max(least, step.pages * eighth // EIGHTHS) for eighth in range(1, EIGHTHS + 1)})
+        steps = [msgspec.structs.replace(step, pages=pages) for pages in sizes]
+        return steps[between(lambda place: self._keeps(replays, steps[place]), -1, len(steps) - 1)]
 
-        num_slower = len(SLOWER_WORLDS)
-        kept = first_that(breaks, 0, num_slower)
-        return num_slower + (num_slower if kept is None else kept)
+    def longest(self, replays: Replays, step: SizeOption) -> dict[str, Any]:
+        """Return how much longer prompts may be, as `how_long` does."""
+        return how_long(partial(replays.share, step), self._slo_share)
 
-    def _keeps(self, step: SizeOption, **changes: Any) -> bool:
-        return self._share(step, **changes) >= self._slo_share
+    def agents(self, replays: Replays, step: SizeOption, share: float | None) -> dict[str, Any]:
+        """Return between which shares of agents a step keeps the SLO, as `shares_of_agents` does."""
+        return shares_of_agents(partial(replays.share, step), self._slo_share, share)
 
-    def _share(self, step: SizeOption, **changes: Any) -> float:
-        return self._replays.share(step, **changes)
+    def _whole(self, replicas: int) -> SizeOption:
+        return SizeOption(replicas, self._config.num_pages)
+
+    def _keeps(self, replays: Replays, step: SizeOption, **changes: Any) -> bool:
+        return replays.share(step, **changes) >= self._slo_share
 
 
 class LatencyPlan:
@@ -425,7 +258,9 @@ class LatencyPlan:
 
     `command` returns the command line that replays a step at a rate. `slo_share`: the share of requests that must keep
     the SLO. `router`: used with more than one replica. `cost_error`: relative error of costs; None: `cost_error_of`.
-    `processes`: those that replay, which share the trace; default: this one.
+    `reused_pages`: the working set of the trace. `is_quick`: only the answer and its worlds. `processes`: those that
+    replay, which share the trace; default: this one. `on_answer` is called as the answer firms up. An interrupt
+    (KeyboardInterrupt) ends the searches, and the result is what was found until then.
     """
 
     def __init__(
@@ -437,89 +272,192 @@ class LatencyPlan:
         slo_share: float = 0.99,
         router: str | RouterMaker = "prefix",
         cost_error: float | None = None,
+        prices: Prices | None = None,
+        reused_pages: int = 0,
+        is_quick: bool = False,
         on_replay: Callable[[], object] | None = None,
+        on_answer: OnAnswer | None = None,
         processes: Processes | None = None,
     ) -> None:
         check_combination({**config.features, "plan": "command"})
         self._plan = plan
         self._config = config
         self._slo_share = slo_share
-        self._cost_error = cost_error_of(config.cost) if cost_error is None else cost_error
-        self._replays = Replays(plan, config, command=command, router=router, on_replay=on_replay, processes=processes)
+        self._cost_error = cost_error_of(config, plan.trace) if cost_error is None else cost_error
+        self._prices = prices or Prices()
+        self._is_quick = is_quick
+        self._on_answer = on_answer or (lambda *_: None)
+        self._on_replay = on_replay or (lambda: None)
+        self._num_left = 0
+        self._alone: SizeOption | None = None
+        """The fewest devices without host memory, once known."""
+        self._is_bracketed = False
+        """Whether the answer so far is only what replays have shown: that of a search that has not ended."""
+        self._replays = Replays(
+            plan, config, command=command, router=router, on_replay=self._before_replay, processes=processes
+        )
         self._has_slo = any(getattr(config.slo, field) is not None for field in config.slo.__struct_fields__)
-        self._others = {
-            "knee": (plan.main_knee, "the knee of the curve of hits"),
-            "best": (plan.curve.size_for(NEARLY_ALL), f"{as_percent(NEARLY_ALL)} of the hits that there can be"),
-        }
-        looked_at = [step.pages for step in self._steps_to_look_at()]
-        sizes = [*looked_at, *(pages for pages, _ in self._others.values())]
-        self.ladder = ladder_of(self._replays.least_pages, config.num_pages, sizes)
+        self._search = AnswerSearch(config.certain, host_sizes(config, reused_pages), self._prices, slo_share)
+        self.is_complete = True
 
     def to_builtins(self) -> dict[str, Any]:
         """Run the replays that are needed and return the results, JSON-able."""
         config = self._config
         found: dict[str, Any] = {}
-        searched = None
+        options: list[Option] = []
         if self._has_slo:
-            searched = self._replays.searched(self._search, self._slo_share)
+            found = self._searched()
+            options = self._answers(found)
         else:
-            self._replays.look(self._first_steps())
-        share = self._slo_share if self._has_slo else None
-        options = [
-            other_option(self._replays, self._plan, name, num_pages, what, config.num_pages, share)
-            for name, (num_pages, what) in self._others.items()
-        ]
-        if searched is not None:
-            place = searched.cheapest
-            found["replicas"] = self._replicas(searched)
-            if searched.rate_step is not None:
-                found["largest_rate"] = self._largest_rate(searched, searched.rate_step)
-            if place is not None:
-                found["sensitivity"] = self._sensitivity(searched, place)
-                below = None if place == 0 else self.ladder[place - 1]
-                cheap = cheapest_option(self._replays, self.ladder[place], below, self._slo_share, found)
-                options.insert(0, cheap)
-                if not options[-1]["keeps_slo"]:
-                    options[-1] = self._best_that_keeps(self.ladder[place], options[-1])
+            options = self._looked_at()
         return {
             "setting": f"pages of {config.page_size} tokens, at most {config.num_pages:,} a replica",
             "slo": {name: getattr(config.slo, name) for name in config.slo.__struct_fields__},
             "slo_share": self._slo_share if self._has_slo else None,
             "router": self._replays.router,
             "cost_factor": config.cost_factor,
+            "prices": {**msgspec.to_builtins(self._prices), "text": self._prices.sentence()},
             "points": self._replays.points(),
-            "largest_rate": found.get("largest_rate"),
-            "replicas": found.get("replicas"),
-            "sensitivity": found.get("sensitivity"),
+            "confidence": found.get("confidence"),
+            "sensitivity": found.get("sensitivity", {}),
             "options": options,
         }
 
-    def _best_that_keeps(self, cheapest: SizeOption, best: dict[str, Any]) -> dict[str, Any]:
-        """Return the option with most hits. It is enlarged to the memory of `cheapest` if `best` has less."""
-        num_pages, what = self._others["best"]
-        total = cheapest.replicas * cheapest.pages
-        if total <= num_pages:
-            return best
-        most = self._config.num_pages
-        what = f"{what}, with the SLO kept"
-        return other_option(self._replays, self._plan, "best", total, what, most, self._slo_share)
+    def _looked_at(self) -> list[Option]:
+        """Replay steps at the knees and return the options of a plan without an SLO; those found, if interrupted."""
+        others = {
+            "knee": (self._plan.main_knee, "the knee of the curve of hits"),
+            "best": (self._plan.curve.size_for(NEARLY_ALL), f"{as_percent(NEARLY_ALL)} of the hits that there can be"),
+        }
+        options: list[Option] = []
+        try:
+            self._replays.look(self._steps_to_look_at())
+            for name, (num_pages, what) in others.items():
+                options.append(
+                    other_option(self._replays, self._plan, name, num_pages, what, self._config.num_pages, None)
+                )
+        except KeyboardInterrupt:
+            self.is_complete = False
+        return options
 
     # Searches ---------------------------------------------------------------------------------------------
 
-    def _search(self, replays: Replays) -> SearchOutcome:
-        return LatencySearch(
-            replays,
-            self._config,
-            self.ladder,
-            self._first_steps(),
-            slo_share=self._slo_share,
-            cost_error=self._cost_error,
-        ).run()
+    def _searched(self) -> dict[str, Any]:
+        """Run the searches in their order until one is interrupted. `steps`: what keeps the SLO, the cheapest first."""
+        found: dict[str, Any] = {"steps": [], "sensitivity": {}}
+        stages: list[tuple[int, Callable[[dict[str, Any]], None]]] = [
+            (6, self._find_alone),
+            (10, self._find_with_host),
+            (5, self._find_confidence),
+        ]
+        if not self._is_quick:
+            stages += [
+                (8, self._find_rate), (3, self._find_spare), (2, self._find_length), (4, self._find_agents),
+            ]  # fmt: skip
+        left = self._num_left = sum(num for num, _ in stages)
+        self._on_answer("", left)
+        try:
+            for num, stage in stages:
+                self._is_bracketed = stage in (self._find_alone, self._find_with_host)
+                if found["steps"] or self._is_bracketed:
+                    stage(found)
+                left = self._num_left = left - num
+                self._on_answer(self._named(found), left)
+        except KeyboardInterrupt:
+            self.is_complete = False
+            if self._is_bracketed and (best := self._cheapest_so_far()) not in (None, *found["steps"]):
+                found["steps"].insert(0, best)
+        return found
 
-    def _first_steps(self) -> list[SizeOption]:
-        """Return the steps that are replayed in any case."""
-        others = [size_option(self._replays, pages, self._config.num_pages) for pages, _ in self._others.values()]
-        return [*self._steps_to_look_at(), *others]
+    def _before_replay(self) -> None:
+        if self._is_bracketed:
+            self._num_left = max(1, self._num_left - 1)
+            self._on_answer(self._bracket(), self._num_left)
+        self._on_replay()
+
+    def _bracket(self) -> str:
+        """Return the cheapest step so far that keeps the SLO, and the most devices so far that do not, in words.
+
+        Once the fewest devices are known, return what is cheaper with host memory; empty if nothing is.
+        """
+        best, known = self._cheapest_so_far(), self._replays.known()
+        if self._alone is not None:
+            return "" if best in (None, self._alone) else f"at most {self._replays.named(best)}"
+        missed = [step for step, share in known.items() if share < self._slo_share and not step.host_bytes]
+        texts = [] if best is None else [f"at most {self._replays.named(best)}"]
+        if missed:
+            texts.append(f"{self._replays.named(max(missed))} would not be enough")
+        return "; ".join(texts)
+
+    def _cheapest_so_far(self) -> SizeOption | None:
+        """Return the cheapest replayed step that keeps the SLO; None if none was found yet."""
+        known = self._replays.known()
+        kept = [
+            step for step, share in known.items() if share >= self._slo_share and step.pages == self._config.num_pages
+        ]
+        return min(kept, key=lambda step: (self._search.price(self._replays, step), step), default=None)
+
+    def _named(self, found: Mapping[str, Any]) -> str:
+        if not found["steps"]:
+            return "nothing that was tried so far keeps the SLO"
+        sure = f", {found['confidence']['text']}" if "confidence" in found else ""
+        return f"{self._replays.named(found['steps'][0])}{sure}"
+
+    def _find_alone(self, found: dict[str, Any]) -> None:
+        self._alone = self._run(self._search.alone)
+        found["steps"] = [] if self._alone is None else [self._alone]
+
+    def _find_with_host(self, found: dict[str, Any]) -> None:
+        with_host = self._run(lambda replays: self._search.with_host(replays, self._alone))
+        found["steps"] = [*reversed(with_host), *found["steps"]]
+
+    def _find_confidence(self, found: dict[str, Any]) -> None:
+        step, error = found["steps"][0], self._cost_error
+        found["confidence"] = self._run(lambda replays: self._search.confidence(replays, step, error))
+        is_enough = self._run(lambda replays: self._search.below(replays, step, error))
+        times = step_times(found["confidence"])
+        if (cheaper := self._search.cheaper(step)) is not None:
+            times["shorter"] = {"factor": 1 - error, "step": self._replays.named(cheaper), "keeps_slo": is_enough}
+        found["sensitivity"]["step_times"] = times
+
+    def _find_rate(self, found: dict[str, Any]) -> None:
+        if self._config.concurrency is not None:
+            return
+        step = found["steps"][0]
+        rate = self._run(lambda replays: self._search.largest_rate(replays, step))
+        command = "" if rate["up_to"] is None else self._replays.at(step, rate=rate["up_to"])["command"]
+        found["sensitivity"]["rate"] = rate | {"command": command}
+
+    def _find_spare(self, found: dict[str, Any]) -> None:
+        """Find the least memory of the answer, and from all its replays the hits that it needs."""
+        step = found["steps"][0]
+        if not step.host_bytes:
+            least = self._run(lambda replays: self._search.spare(replays, step))
+            found["sensitivity"]["memory"] = {"share": least.pages / step.pages, "step": self._replays.named(least)}
+        if not self._plan.trace.knows_prefixes:
+            return
+        base = self._replays.at(step)
+        same = ("replicas", "rate", "cost_factor", "length", "share_of_agents")
+        points = [each for each in self._replays.points() if all(each[name] == base[name] for name in same)]
+        kept = [each["hit_ratio"] or 0.0 for each in points if each["slo_ratio"] >= self._slo_share]
+        missed = [each["hit_ratio"] or 0.0 for each in points if each["slo_ratio"] < self._slo_share]
+        found["sensitivity"]["hit_ratio"] = {
+            "down_to": min(kept),
+            "fails_at": max((each for each in missed if each < min(kept)), default=None),
+        }
+
+    def _find_length(self, found: dict[str, Any]) -> None:
+        if not can_lengthen(self._plan.trace):
+            return
+        step = found["steps"][0]
+        found["sensitivity"]["prompt_length"] = self._run(lambda replays: self._search.longest(replays, step))
+
+    def _find_agents(self, found: dict[str, Any]) -> None:
+        step, share = found["steps"][0], share_of_agents(self._plan.trace)
+        found["sensitivity"]["agents"] = self._run(lambda replays: self._search.agents(replays, step, share))
+
+    def _run(self, search: Callable[[Replays], Found]) -> Found:
+        return self._replays.searched(search, self._slo_share)
 
     def _steps_to_look_at(self) -> list[SizeOption]:
         """Return the steps at the knees that fit one replica, its whole memory, and halves of that to fill up."""
@@ -530,48 +468,58 @@ class LatencyPlan:
             sizes = sorted({*sizes, halved})
         return [SizeOption(1, size) for size in sizes[-NUM_POINTS:]]
 
-    def _replicas(self, searched: SearchOutcome) -> dict[str, Any]:
-        """Return, per router, the fewest replicas with all their memory that keep the SLO."""
-        num_pages = self._config.num_pages
-        routers = []
-        for name, fewest in searched.fewest.items():
-            row: dict[str, Any] = {"router": name, "replicas": fewest}
-            if fewest is not None:
-                found = self._replays.at(SizeOption(fewest, num_pages), router=name)
-                row |= {"slo_ratio": found["slo_ratio"], "command": found["command"]}
-                if fewest > 1:
-                    fewer = self._replays.at(SizeOption(fewest - 1, num_pages), router=name)
-                    row["one_less"] = {"replicas": fewest - 1, "slo_ratio": fewer["slo_ratio"]}
-            routers.append(row)
-        return {"pages": num_pages, "by_router": routers}
+    # Answers ----------------------------------------------------------------------------------------------
 
-    def _largest_rate(self, searched: SearchOutcome, step: SizeOption) -> dict[str, Any]:
-        """Return the highest rate, relative to the trace, at which replicas with all their memory keep the SLO."""
-        result: dict[str, Any] = {
-            "replicas": step.replicas,
-            "pages": step.pages,
-            "rate": searched.rate,
-            "fails_at": searched.fails_at,
-            "tolerance": RATE_TOLERANCE,
-        }
-        if searched.rate is not None:
-            result["command"] = self._replays.at(step, rate=searched.rate)["command"]
-        return result
+    def _answers(self, found: Mapping[str, Any]) -> list[Option]:
+        """Return the cheapest of what keeps the SLO; if that has host memory, also the cheapest without.
 
-    def _sensitivity(self, searched: SearchOutcome, place: int) -> dict[str, Any]:
-        """Return the cheapest step if steps take `cost_error` less or more time than the cost model predicts."""
-        answers = []
-        for factor, found in searched.answers.items():
-            recommended = self._replays.at(self.ladder[place], cost_factor=factor)
-            answer: dict[str, Any] = {
-                "cost_factor": recommended["cost_factor"],
-                "slo_ratio": recommended["slo_ratio"],
-                "command": recommended["command"],
-                "cheapest": None,
-            }
-            if found is not None:
-                step = self.ladder[found]
-                answer["cheapest"] = {"replicas": step.replicas, "pages": step.pages, "is_same": found == place}
-            answers.append(answer)
-        worlds = {"kept": searched.kept, "of": 2 * len(SLOWER_WORLDS)}
-        return {"cost_error": self._cost_error, "answers": answers, "worlds": worlds}
+        If nothing keeps it, return what keeps it for the most requests.
+        """
+        steps: list[SizeOption] = found["steps"] or self._closest()
+        options = []
+        for step in steps:
+            if not found["steps"]:
+                name, what = "closest", "nothing that was tried keeps the SLO; this comes closest"
+            elif step is steps[0]:
+                name, what = "cheapest", f"the least that keeps the SLO for {as_percent(self._slo_share)} of requests"
+            elif not step.host_bytes:
+                name, what = "devices", "the same without host memory"
+            else:
+                continue
+            option = _option(self._replays, name, step, what, self._slo_share)
+            option["keeps_slo"] = bool(found["steps"])
+            option["named"] = self._replays.named(step)
+            option["price_per_hour"] = self._search.price(self._replays, step)
+            option["price_per_million_tokens"] = self._per_million(option["price_per_hour"])
+            options.append(option)
+        if found["steps"]:
+            below = self._below(steps[0])
+            if below is not None:
+                only = f"the SLO is kept for {as_percent(below[1], bound=self._slo_share)} only"
+                options[0]["would_change"].append(f"{below[0]}: {only}")
+            options[0]["would_change"] += would_change(found["sensitivity"])
+        return options
+
+    def _closest(self) -> list[SizeOption]:
+        """Return the replayed step that keeps the SLO for the most requests, in a list; empty without replays."""
+        points = self._replays.points()
+        if not points:
+            return []
+        best = min(points, key=lambda point: (-point["slo_ratio"], point["devices"], point["host_bytes"]))
+        return [SizeOption(best["replicas"], best["pages"], best["host_bytes"], best["policy"] or "")]
+
+    def _below(self, step: SizeOption) -> tuple[str, float] | None:
+        """Return the next cheaper step, in words, and the share of requests for which it keeps the SLO."""
+        cheaper = self._search.cheaper(step)
+        if cheaper is None or not self._replays.has(cheaper):
+            return None
+        return self._replays.named(cheaper), self._replays.at(cheaper)["slo_ratio"]
+
+    def _per_million(self, price: float) -> float | None:
+        """Return the price of a million tokens, prompts and answers, at the rate of the trace; None without one."""
+        requests = self._plan.trace.requests or ()
+        last_ns = max((request.arrival_ns for request in requests), default=0) / self._config.speedup
+        num_tokens = sum(request.num_prompt_tokens + request.num_output_tokens for request in requests)
+        if not last_ns or self._config.concurrency is not None:
+            return None
+        return price * (last_ns / NS_PER_HOUR) / (num_tokens / 1e6)

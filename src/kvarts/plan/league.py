@@ -10,34 +10,30 @@ from typing import Any
 
 import msgspec
 
-from kvarts.base.errors import ConfigError
 from kvarts.base.processes import Processes
-from kvarts.base.user_code import code_named
-from kvarts.core.kv.eviction import LruOrder
-from kvarts.plan.auto_policy import AutoOrder
-from kvarts.plan.cache import HitPlan, MakeOrder
-from kvarts.plan.orders import HintedOrder, SoonestReturnOrder, finishing
+from kvarts.base.user_code import name_apart
+from kvarts.plan.cache import HitPlan
 from kvarts.plan.replays import share_kept, summary_of
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.traffic.trace import Trace
+from kvarts.sim.eviction import MakeOrder, order_maker
 
-__all__ = ["ALL_POLICIES", "POLICIES", "League", "find_policy"]
+__all__ = ["League", "spelled"]
 
-POLICIES: dict[str, MakeOrder] = {
-    "lru": LruOrder,
-    "auto": AutoOrder,
-    "soonest-return": SoonestReturnOrder,
-    "hinted": HintedOrder,
-}
-"""Policies that need nothing beyond the calls of `EvictionOrder` and the hints of requests, by command-line names."""
 
-SESSION_AWARE = "session-aware"
-ALL_POLICIES = (*POLICIES, SESSION_AWARE)
+def spelled(policy: Any) -> tuple[str, str | None]:
+    """Return the name of a policy in a table, and how the command line spells it; None if it cannot."""
+    if isinstance(policy, str):
+        return policy, policy
+    kind = policy if hasattr(policy, "__qualname__") else type(policy)
+    name: str = kind.__qualname__
+    is_importable = kind is policy and kind.__module__ != "__main__" and name.isidentifier()
+    return name.rpartition(".")[2], f"{kind.__module__}:{name}" if is_importable else None
 
 
 class League:
     """Comparison of policies on the trace of `plan`: at sizes one request at a time, and in replays under `config`.
 
+    `policies`: names, module:Class, classes or objects; two of the same name are told apart by a number.
     `command` returns the command line that shows the hit ratio of a policy at a size; `replay_command` returns the one
     that replays it. `processes`: those that replay, which share the trace; default: this one.
     """
@@ -45,7 +41,7 @@ class League:
     def __init__(
         self,
         plan: HitPlan,
-        policies: Sequence[str],
+        policies: Sequence[Any],
         *,
         config: ReplayConfig | None = None,
         command: Callable[[str, int], str],
@@ -55,7 +51,16 @@ class League:
     ) -> None:
         self._plan = plan
         self._processes = Processes(shared=plan.trace) if processes is None else processes
-        self._makers = {name: find_policy(name, plan.trace) for name in dict.fromkeys(("lru", *policies))}
+        self._makers: dict[str, MakeOrder] = {}
+        self._spelled: dict[str, str | None] = {}
+        policies = ("lru", *policies)
+        for place, policy in enumerate(policies):
+            if policy in policies[:place]:  # by equality, since an object may have no hash
+                continue
+            name, as_option = spelled(policy)
+            name = name_apart(name, self._makers)
+            self._makers[name] = order_maker(policy, plan.trace)
+            self._spelled[name] = as_option
         self._config = config
         self._command = command
         self._replay_command = replay_command
@@ -95,7 +100,7 @@ class League:
             "lru_hit_ratio": of_lru,
             "optimum_hit_ratio": of_optimum,
             "gap_closed": (hit_ratio - of_lru) / gap if gap > 0 else None,
-            "command": self._command(name, num_pages),
+            "command": self._command_of(self._command, name, num_pages),
         }
 
     def _replayed(self, name: str, num_pages: int, summary: dict[str, Any]) -> dict[str, Any]:
@@ -109,35 +114,10 @@ class League:
             "goodput_per_s": None if goodput is None else goodput["requests_per_s"],
             "slo_ratio": share_kept(summary),
             "num_evicted_pages": summary["num_evicted_pages"],
-            "command": self._replay_command(name, num_pages),
+            "command": self._command_of(self._replay_command, name, num_pages),
         }
 
-
-def find_policy(name: str, trace: Trace | None) -> MakeOrder:
-    """Return the factory of an order: a name of POLICIES, or `module:Class`. Raise ConfigError for anything else.
-
-    The session-aware order takes the ends of sessions from `trace`; None where requests are not known beforehand.
-    """
-    if name == SESSION_AWARE and trace is not None:
-        return finishing(trace)
-    if name == SESSION_AWARE:
-        raise ConfigError(
-            f"{name!r} needs a trace, which has the ends of sessions",
-            field="policy",
-            hint="Give hinted, and let clients send a ttl.",
-        )
-    if name in POLICIES:
-        return POLICIES[name]
-    known = ", ".join(ALL_POLICIES)
-    hint = f"Give one of {known}, or module:Class of an EvictionOrder that Python can import."
-    if ":" not in name:
-        raise ConfigError(f"{name!r} is not a policy", field="policy", hint=hint)
-    try:
-        make: MakeOrder = code_named(name)
-    except ConfigError as error:
-        raise ConfigError(error.what, field="policy", hint=hint) from error
-    try:
-        make().released  # noqa: B018  (found before anything is replayed)
-    except (TypeError, AttributeError) as error:
-        raise ConfigError(f"{name!r} makes no EvictionOrder: {error}", field="policy", hint=hint) from error
-    return make
+    def _command_of(self, command: Callable[[str, int], str], name: str, num_pages: int) -> str | None:
+        """Return the command line of a row; None for a policy that no command line can name."""
+        as_option = self._spelled[name]
+        return None if as_option is None else command(as_option, num_pages)

@@ -10,6 +10,7 @@ from kvarts.base.units import as_hits, as_memory, as_percent
 from kvarts.plan.series import charts_of, sweep_table
 from kvarts.plan.tables import answer_for_users, heading_of
 from kvarts.sim.report.page import fill_page, table_html
+from kvarts.sim.report.pictures import new_figure
 from kvarts.sim.report.words import duration, number, opening, page_bytes_of, plus_minus
 
 __all__ = ["draw", "figure_of", "render_page", "summary_html"]
@@ -33,13 +34,9 @@ def draw(values: dict[str, Any], form: str) -> bytes:
 
 def figure_of(values: dict[str, Any]) -> Any:
     """Return the charts as a matplotlib Figure, which notebooks show."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     charts = [chart for chart in charts_of(values) if chart["kind"] != "note"]
     num_rows = -(-len(charts) // COLUMNS)
-    figure = Figure(figsize=(INCHES[0] * COLUMNS, INCHES[1] * num_rows), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure((INCHES[0] * COLUMNS, INCHES[1] * num_rows))
     figure.suptitle(values["trace"])
     for place, chart in enumerate(charts, 1):
         axes = figure.add_subplot(num_rows, COLUMNS, place)
@@ -58,13 +55,34 @@ def _bars(axes: Any, chart: Chart) -> None:
 
 
 def _scatter(axes: Any, chart: Chart) -> None:
-    for is_on_front, label in ((False, "points"), (True, "Pareto front")):
+    for is_on_front, label in ((False, "points"), (True, chart.get("front", "Pareto front"))):
         among = [point for point in chart["points"] if point["is_on_front"] == is_on_front]
         xs, ys = [point["x"] for point in among], [point["y"] for point in among]
         axes.scatter(xs, ys, label=label, marker="o" if is_on_front else ".")
+        for point in among:
+            if point.get("error"):
+                low, high = point["error"]
+                axes.vlines(point["x"], low, high, linewidth=2)
+    _label(axes, [point for point in chart["points"] if point.get("label")])
     if chart["limit"]:
         axes.axhline(chart["limit"]["y"], linestyle="--", label=chart["limit"]["text"])
     _finish(axes, chart)
+
+
+def _label(axes: Any, points: list[Chart]) -> None:
+    """Write the labels of points right of them, the answer's first, where they cover no other label."""
+    figure = axes.figure
+    figure.canvas.draw()
+    taken: list[Any] = []
+    for point in sorted(points, key=lambda each: not each["is_on_front"]):
+        text = axes.annotate(
+            point["label"], (point["x"], point["y"]), xytext=(6, -10), textcoords="offset points", fontsize=7
+        )
+        box = text.get_window_extent()
+        if any(box.overlaps(other) for other in taken) or box.x1 > axes.bbox.x1:
+            text.remove()
+        else:
+            taken.append(box)
 
 
 def _lines(axes: Any, chart: Chart) -> None:
@@ -108,6 +126,7 @@ OPTION_HEADS = (
     ">replicas",
     ">pages of each",
     ">memory of each",
+    ">host memory",
     ">hits",
     ">TTFT p99",
     ">TPOT p99",
@@ -201,6 +220,7 @@ def _cells(option: dict[str, Any], page_bytes: int | None, slo_share: float | No
         f"{option['replicas']:,}",
         f"{option['pages']:,}",
         "-" if page_bytes is None else as_memory(option["pages"] * page_bytes),
+        f"{as_memory(option['host_bytes'])}, {option['policy']}" if option["host_bytes"] else "-",
         as_hits(option["hit_ratio"]),
         *(
             "-" if (ms := option[f"{metric}_p99"]) is None else plus_minus(ms, unsure.get(metric, {}).get("p99"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,19 +16,19 @@ from kvarts.base.units import parse_rate
 from kvarts.core.config import EngineConfig
 from kvarts.plan.cache import CachePlan, GroupPlan, HitPlan, PricedTier, TiersPlan, best_buy, prefill_s_per_token
 from kvarts.plan.commands import CommandLines, listed_tiers
-from kvarts.plan.latency import LatencyPlan
+from kvarts.plan.latency import NUM_POINTS, LatencyPlan, OnAnswer
+from kvarts.plan.purchases import Prices, load_prices
+from kvarts.plan.serve_lines import offload_of_vllm, serve_lines
 from kvarts.plan.tables import lead
 from kvarts.sim.replay import replay_one, trace_of
-from kvarts.sim.report.advice import as_size
 from kvarts.sim.traffic.trace import NO_PREFIXES
 from kvarts.sim.trials import ReplayTrials
 
 if TYPE_CHECKING:
     from kvarts.sim.config import ReplayConfig
     from kvarts.sim.replay import Traffic
-    from kvarts.sim.router import RouterMaker
 
-__all__ = ["SLO_SHARE", "TOKEN_BYTES", "Plan", "make_plan"]
+__all__ = ["SLO_SHARE", "TOKEN_BYTES", "Plan", "make_plan", "prices_of"]
 
 SLO_SHARE = 0.99
 RATES = {"host": "50GB/s", "disk": "5GB/s"}
@@ -94,13 +95,41 @@ class Plan:
         """Return `values` as indented JSON, with a line end."""
         return msgspec.json.format(msgspec.json.encode(self.values), indent=2) + b"\n"
 
-    def to_pandas(self) -> Any:
-        """Return the sizes examined as a pandas.DataFrame, one row per size: hits, optimum, evicted tokens.
+    @property
+    def parts(self) -> list[str]:
+        """Names of the tables that `to_pandas` returns; the first is its default."""
+        first = "fleets" if "fleets" in self.values else "sizes"
+        return [first, *(name for name, rows in self._rows.items() if rows)]
 
-        For a plan of fleets, one row per replayed fleet.
+    @property
+    def _rows(self) -> dict[str, list[dict[str, Any]]]:
+        """The rows of the parts, by name, other than the first part."""
+        values = self.values
+        curve = (values.get("groups") or values).get("curve") or {}
+        latency, tiers = values.get("latency") or {}, values.get("tiers") or {}
+        return {
+            "curve": [dict(zip(curve, row, strict=True)) for row in zip(*curve.values(), strict=True)],
+            "league": values.get("league") or [],
+            "options": self.options,
+            "replays": latency.get("points") or [],
+            "host_memory": tiers.get("curve") or [],
+            "disk": tiers.get("disk_curve") or [],
+        }
+
+    def to_pandas(self, part: str | None = None) -> Any:
+        """Return a part of the plan as a pandas.DataFrame. `part`: one of `parts`.
+
+        `sizes`, by default: a row per size examined: hits, optimum, evicted tokens. `curve`: the hit ratio of all
+        sizes. `league`: a row per policy and size. `options`: the recommendations; `replays`: what they were chosen
+        from. `host_memory`, `disk`: hits by the size of that tier. `fleets`, of a plan of fleets: a row per fleet.
+        Values in tables have columns named after both: `ttft_ms_p99`. Raise ConfigError for an unknown part.
         """
-        from kvarts.base.columns import to_frame
+        from kvarts.base.columns import columns_of, to_frame
 
+        if part is not None and part not in self.parts:
+            raise ConfigError(f"{part!r} is not in this plan", field="part", hint=f"It has {', '.join(self.parts)}.")
+        if part is not None and part != self.parts[0]:
+            return to_frame(columns_of(self._rows[part]))
         if "fleets" in self.values:
             points = self.values["fleets"]["points"]
             return to_frame({name: [point[name] for point in points] for name in OF_FLEET})
@@ -137,36 +166,39 @@ def make_plan(
     at: Sequence[int] | None = None,
     page_size: int | None = None,
     count_outputs: bool = False,
-    policies: Sequence[str] = (),
+    policies: Sequence[Any] = (),
     slo_share: float = SLO_SHARE,
     cost_error: float | None = None,
-    router: str | RouterMaker | None = None,
-    prices: Mapping[str, float] | None = None,
+    router: Any = None,
+    prices: Prices | Path | str | None = None,
+    quick: bool = False,
     kv_bytes_per_token: int | None = None,
     commands: CommandLines | None = None,
     workers: int | None = 1,
     on_replay: Callable[[], object] | None = None,
+    on_answer: OnAnswer | None = None,
 ) -> Plan:
     """Plan KV memory for `traffic`; with `config`, also replay some of the sizes.
 
     `at`: sizes to examine, in pages; default: the knees and the sizes for round shares of the hits. `page_size`: that
     of `config` by default, or 16. `count_outputs`: generated tokens that the trace does not contain occupy pages too.
-    `policies`: eviction policies to compare with LRU, as names or module:Class. If `config` has an SLO, the plan finds
-    the least memory that keeps it for `slo_share` of the requests, also with steps that take `cost_error` less or more
-    time. `router`: that of several replicas, as a name, module:Class or a class; default: the class in `config`, else
-    prefix. `prices`: price per GiB of `device`, `host` and `disk`. `kv_bytes_per_token`: that of the model of `config`
-    by default. `commands`: builds the command lines of points. `workers`: processes that replay, with the same result;
-    more than one requires a script that can be imported; None: one per core, where that pays. `on_replay` is called
-    before each replay.
+    `policies`: eviction policies to compare with LRU, as names, module:Class, classes or objects. If `config` has an
+    SLO, the plan finds the cheapest devices and host memory that keep it for `slo_share` of the requests, and how far
+    traffic and step times, by `cost_error`, may differ; `quick` leaves out the traffic. `router`: that of several
+    replicas, as a name, module:Class, a class or an object; default: the class in `config`, else prefix. `prices`:
+    Prices, or a file of them; default: relative ones.
+    `kv_bytes_per_token`: that of the model of `config` by default. `commands`: builds the command lines of points.
+    `workers`: processes that replay, with the same result; more than one requires a script that can be imported; None:
+    one per core, where that pays. `on_replay` is called before each replay, `on_answer` as the answer firms up, with
+    its words and the number of replays left. An interrupt after the curve is known returns what was found.
 
     Raise ConfigError for incompatible arguments, InputError for a trace that cannot be read.
     """
     trace = trace_of(traffic)
     answers = commands or CommandLines()
-    if config is None and prices is not None:
-        raise SettingError("needs a model and a device, or a cost", "price", hint="Give {model} and {device}.")
-    if cost_error is not None and not 0 < cost_error < 1:
-        raise SettingError(f"must be between 0 and 1, got {cost_error}", "cost_error")
+    _check(config, prices, cost_error)
+    if config is not None:
+        config = config.of_trace(trace)
     if page_size is None:
         page_size = EngineConfig().page_size if config is None else config.page_size
     curves = CachePlan(trace, page_size, count_outputs=count_outputs)
@@ -181,28 +213,77 @@ def make_plan(
         values = curves.to_builtins(sizes)
         if groups is not None:
             _count_groups(values, groups)
+        values["is_complete"] = True
         values["config"] = None if config is None else config.to_builtins()
         values["command"] = answers.plan()
         for point in values["at"]:
             point["command"] = answers.plan("--at", str(point["pages"]))
-        if policies:
-            values["league"] = _league(counted, policies, config, at, answers, on_replay, processes)
-        if config is not None:
-            values["tiers"] = _tiers(counted, config, prices or {}, kv_bytes_per_token, answers, on_replay, processes)
-            values["latency"] = LatencyPlan(
-                counted,
-                config,
-                command=answers.replay,
-                slo_share=slo_share,
-                cost_error=cost_error,
-                router=router or (config.router if callable(config.router) else "prefix"),
-                on_replay=on_replay,
-                processes=processes,
-            ).to_builtins()
+        try:
+            if on_answer is not None and config is not None:
+                on_answer(lead(values), NUM_POINTS)
+            if policies:
+                values["league"] = _league(counted, policies, config, at, answers, on_replay, processes)
+            if config is not None:
+                known = prices_of(prices, config.cost)
+                if not _has_slo(config):
+                    values["tiers"] = _tiers(
+                        counted,
+                        config,
+                        None if prices is None else known,
+                        kv_bytes_per_token,
+                        answers,
+                        on_replay,
+                        processes,
+                    )
+                latency = LatencyPlan(
+                    counted,
+                    config,
+                    command=answers.replay,
+                    slo_share=slo_share,
+                    cost_error=cost_error,
+                    prices=known,
+                    reused_pages=curves.curve.most_pages if trace.knows_prefixes else 0,
+                    router=_router_of(router, config),
+                    is_quick=quick,
+                    on_replay=on_replay,
+                    on_answer=on_answer,
+                    processes=processes,
+                )
+                values["latency"] = latency.to_builtins()
+                values["is_complete"] = latency.is_complete
+                for option in values["latency"]["options"]:
+                    option["serve"] = serve_lines(config, option, answers.memory_fraction)
+        except KeyboardInterrupt:
+            values["is_complete"] = False
     if not trace.knows_prefixes:
         _forget_hits(values)
     values["advice"] = lead(values)
     return Plan(values)
+
+
+def _check(config: ReplayConfig | None, prices: object, cost_error: float | None) -> None:
+    """Raise SettingError for prices without replays, and for an error of costs that is no share."""
+    if config is None and prices is not None:
+        raise SettingError("needs a model and a device, or a cost", "prices", hint="Give {model} and {device}.")
+    if cost_error is not None and not 0 < cost_error < 1:
+        raise SettingError(f"must be between 0 and 1, got {cost_error}", "cost_error")
+
+
+def _has_slo(config: ReplayConfig) -> bool:
+    return any(getattr(config.slo, field) is not None for field in config.slo.__struct_fields__)
+
+
+def prices_of(prices: Prices | Path | str | None, cost: Any) -> Prices:
+    """Return prices as Prices: those of a file for the device of `cost`, and relative ones by default."""
+    if prices is None or isinstance(prices, Prices):
+        return prices or Prices()
+    return load_prices(Path(prices), getattr(cost, "device", None))
+
+
+def _router_of(router: Any, config: ReplayConfig) -> Any:
+    if router is None:
+        return config.router if callable(config.router) else "prefix"
+    return msgspec.structs.replace(config, router=router).router  # an object becomes what copies it
 
 
 def _forget_hits(values: dict[str, Any]) -> None:
@@ -231,7 +312,7 @@ def _count_groups(values: dict[str, Any], groups: GroupPlan) -> None:
 
 def _league(
     curves: HitPlan,
-    policies: Sequence[str],
+    policies: Sequence[Any],
     config: ReplayConfig | None,
     sizes: Sequence[int] | None,
     commands: CommandLines,
@@ -259,7 +340,7 @@ def _league(
 def _tiers(
     curves: HitPlan,
     config: ReplayConfig,
-    prices: Mapping[str, float],
+    known: Prices | None,
     token_bytes: int | None,
     commands: CommandLines,
     on_replay: Callable[[], object] | None,
@@ -272,11 +353,10 @@ def _tiers(
         if token_bytes is None:
             token_bytes = TOKEN_BYTES if config.placement is None else config.placement.kv_bytes_per_token
         page_bytes = unit_bytes = token_bytes * config.page_size
+    hardware = getattr(config.cost, "hardware", None)
+    prices = {} if known is None else known.per_gib(None if hardware is None else hardware.memory_bytes)
     tiers = [PricedTier(name="device", pages=config.num_pages * config.replicas, price=prices.get("device"))]
     rates = _rates(config)
-    if prices.keys() - {"device", *rates}:
-        what = f"has a price for {min(prices.keys() - {'device', *rates})}, which is no tier"
-        raise SettingError(what, "price", hint=f"The tiers are device, {', '.join(rates)}.")
     for name, rate in rates.items():
         pages = config.tiers.get(name, 0) * unit_bytes // page_bytes * config.replicas
         tiers.append(PricedTier(name=name, pages=pages, bytes_per_s=rate, price=prices.get(name)))
@@ -301,22 +381,8 @@ def _tiers(
     values["least_host"] = None if found is None else msgspec.to_builtins(found)
     if found is not None and base is not None and any(tier.pages for tier in tiers[2:]):
         values["least_host"]["hit_ratio_without"] = base["prefix_hit_ratio"]  # the curve has what is below
-    values["kv_transfer_config"] = None if found is None else _in_vllm(found.num_bytes)
+    values["kv_transfer_config"] = None if found is None else offload_of_vllm(found.num_bytes, "eager")
     return values
-
-
-def _in_vllm(host_bytes: int) -> dict[str, Any]:
-    """Return the value of vLLM's `--kv-transfer-config` for `host_bytes` of host memory, managed by kvarts."""
-    spec = {
-        "spec_name": "KvartsOffloadingSpec",
-        "spec_module_path": "kvarts.doors.vllm",
-        "host_memory": as_size(host_bytes),
-    }
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": spec,
-    }
 
 
 def _rates(config: ReplayConfig) -> dict[str, int]:

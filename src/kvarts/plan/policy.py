@@ -52,7 +52,7 @@ def with_policy(config: StructT, given: Given, trace: Trace | None, key: str = K
 
 
 def _find(given: Given, trace: Trace | None, key: str) -> Any:
-    from kvarts.plan.league import find_policy
+    from kvarts.sim.eviction import order_maker
 
     if ":" in given[key] and given.source_of(key).path is not None:
         # Configuration files are shared; opening one must not run code from its directory.
@@ -60,6 +60,9 @@ def _find(given: Given, trace: Trace | None, key: str) -> Any:
             key, "names code, which no file may", hint=f"Give it on the command line: --eviction {given[key]}."
         )
     try:
-        return find_policy(given[key], trace)
+        make = order_maker(given[key], trace)
+        if trace is None:
+            make()  # an order that needs a trace raises
     except ConfigError as error:
         raise given.error(key, error.what, hint=error.hint) from error
+    return make

@@ -11,22 +11,19 @@ import msgspec
 from kvarts.base.processes import Inquiry, Processes
 from kvarts.base.units import as_memory
 from kvarts.plan.cache import HitPlan, least_pages_of
+from kvarts.plan.purchases import given_host_bytes, host_memory_of, with_memory
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay_one
 from kvarts.sim.replaying import replay
-from kvarts.sim.report.advice import advice
+from kvarts.sim.report.advice import as_size
+from kvarts.sim.traffic.editing import lengthened, with_share_of_agents
 from kvarts.sim.traffic.trace import Trace
-from kvarts.sim.trials import ReplayTrials
 
 if TYPE_CHECKING:
     from kvarts.sim.router import RouterMaker
 
-__all__ = ["Replays", "SizeOption", "guesses", "share_kept", "summary_of"]
+__all__ = ["NO_CHANGE", "Replays", "SizeOption", "changed_summary", "guesses", "share_kept", "summary_of"]
 
 Found = TypeVar("Found")
-
-ROUTERS = ("round-robin", "least-loaded", "prefix")
-"""Routers that are compared by default."""
 
 
 def share_kept(summary: dict[str, Any]) -> float | None:
@@ -46,6 +43,16 @@ def summary_of(trace: Trace, config: ReplayConfig) -> dict[str, Any]:
     return replay(trace, config).summary
 
 
+def changed_summary(trace: Trace, task: tuple[Any, float, float]) -> dict[str, Any]:
+    """Replay a trace with longer prompts, or another share of agents, and return the summary.
+
+    `task`: the configuration, the factor on the lengths of prompts, and the share or NO_CHANGE.
+    """
+    config, length, agents = task
+    trace = trace if agents == NO_CHANGE else with_share_of_agents(trace, agents)
+    return summary_of(trace if length == 1.0 else lengthened(trace, length), config)
+
+
 def guesses(chance: float, num_known: int) -> list[tuple[float, dict[str, Any]]]:
     """Return what a search sees of replays that keep an SLO, with a chance, and that do not.
 
@@ -56,15 +63,18 @@ def guesses(chance: float, num_known: int) -> list[tuple[float, dict[str, Any]]]
 
 
 LITTLE = 1e-6
+NO_CHANGE = -1.0
 SURE = 0.95
 """The chance that a replay keeps an SLO if one with no more memory, or shorter times, does."""
 
 
 class SizeOption(msgspec.Struct, frozen=True, order=True):
-    """One option: a number of replicas, and the pages of each."""
+    """One option: a number of replicas, the pages of each, and host memory per device, stored to under `policy`."""
 
     replicas: int
     pages: int
+    host_bytes: int = 0
+    policy: str = ""
 
 
 class _Case(msgspec.Struct, frozen=True, order=True):
@@ -72,12 +82,19 @@ class _Case(msgspec.Struct, frozen=True, order=True):
     rate: float
     router: str
     cost_factor: float
+    length: float = 1.0
+    """Factor on the lengths of prompts."""
+    agents: float = NO_CHANGE
+    """Share of the requests that are of agents."""
 
     def is_easier_than(self, other: _Case) -> bool:
         """Return whether an SLO that the other case keeps should be kept here, whatever the routers."""
         return (
             self.step.replicas >= other.step.replicas
             and self.step.pages >= other.step.pages
+            and self.step.host_bytes >= other.step.host_bytes
+            and self.length <= other.length
+            and self.agents == other.agents
             and self.rate <= other.rate
             and self.cost_factor <= other.cost_factor
         )
@@ -100,8 +117,7 @@ class Replays:
         on_replay: Callable[[], object] | None = None,
         processes: Processes | None = None,
     ) -> None:
-        self.routers: dict[str, str | RouterMaker] = {name: name for name in ROUTERS}
-        """Routers compared for several replicas, by name, including the given one."""
+        self._routers: dict[str, str | RouterMaker] = {}
         self._given_router: str = "round-robin" if callable(config.router) else config.router
         self.least_pages = least_pages_of(plan, config)
         """The smallest memory of a replica that can hold each request alone."""
@@ -109,6 +125,8 @@ class Replays:
         self._config = config.certain
         self.router = self._named_router(router)
         self._uncertain = config
+        self.given_host_bytes = given_host_bytes(config)
+        """Host memory per device that every step has, because it was given."""
         self._command = command
         self._on_replay = on_replay
         self._processes = Processes(shared=plan.trace) if processes is None else processes
@@ -116,44 +134,55 @@ class Replays:
         self._points: dict[_Case, dict[str, Any]] = {}
 
     def _named_router(self, router: str | RouterMaker) -> str:
-        """Return the name of a router; add it to `routers` if it is the user's own."""
+        """Return the name of a router, which may be the user's own."""
         name = router if isinstance(router, str) else getattr(router, "__name__", type(router).__name__)
-        if name not in self.routers:
-            self._config.routing_settings.check(router)
-            self.routers[name] = router
+        self._config.routing_settings.check(router)
+        self._routers[name] = router
         return name
 
     def points(self) -> list[dict[str, Any]]:
         """Return all replays run so far, ordered by memory, then by rate."""
         return [self._point(case) for case in sorted(self._asked.found)]
 
+    def known(self) -> dict[SizeOption, float]:
+        """Return the share of requests that kept the SLO, by step, of the replays with no other change."""
+        shares = {case: share_kept(summary) for case, summary in self._asked.found.items()}
+        return {
+            case.step: share for case, share in shares.items() if share is not None and case == self._case(case.step)
+        }
+
     def at(
         self,
         step: SizeOption,
         *,
         rate: float | None = None,
-        router: str | None = None,
         cost_factor: float | None = None,
+        length: float = 1.0,
     ) -> dict[str, Any]:
         """Return the result of replaying a step. `cost_factor`: relative to that of the configuration."""
-        return self._point(self._case(step, rate, router, cost_factor))
+        return self._point(self._case(step, rate, cost_factor, length))
 
     def share(
         self,
         step: SizeOption,
         *,
         rate: float | None = None,
-        router: str | None = None,
         cost_factor: float | None = None,
+        length: float = 1.0,
+        agents: float = NO_CHANGE,
     ) -> float:
-        """Return the share of requests that kept the SLO in the same replay."""
-        share = share_kept(self._asked(self._case(step, rate, router, cost_factor)))
+        """Return the share of requests that kept the SLO in the same replay. `agents`: another share of agents."""
+        share = share_kept(self._asked(self._case(step, rate, cost_factor, length, agents)))
         assert share is not None
         return share
 
+    def goodput(self, step: SizeOption, *, cost_factor: float) -> float:
+        """Return the requests per second that kept the SLO, in a replay with other costs."""
+        return float(self._asked(self._case(step, cost_factor=cost_factor))["goodput"].get("requests_per_s") or 0.0)
+
     def look(self, steps: Sequence[SizeOption]) -> None:
         """Replay several steps."""
-        self._asked.all([self._case(step, None, None, None) for step in steps])
+        self._asked.all([self._case(step) for step in steps])
 
     def searched(self, search: Callable[[Replays], Found], slo_share: float) -> Found:
         """Return the result of `search`, which depends on nothing but shares of replays, and is for that share.
@@ -177,29 +206,23 @@ class Replays:
             return search(seen)
 
         return self._processes.searched(
-            with_replays, summary_of, self._config_for, guess, found=self._asked.found, on_ask=self._on_replay
+            with_replays, changed_summary, self._task_of, guess, found=self._asked.found, on_ask=self._on_replay
         )
-
-    def advice(self, step: SizeOption) -> str | None:
-        """Return advice on the next thing to try, given the replay of a step. Further replays find the sizes in it."""
-        self.at(step)
-        case = self._case(step, None, None, None)
-        trials = ReplayTrials(
-            replay_one,
-            self._plan.trace,
-            self._config_for(case),
-            on_replay=self._on_replay,
-            is_asked=True,
-            processes=self._processes,
-        )
-        return advice(self._asked(case), trials=lambda: trials)
 
     def named(self, step: SizeOption) -> str:
-        """Return a step in words: `2 x 28,392 pages (55.5 GiB)`."""
-        size = "" if self._config.placement is None else f" ({as_memory(step.pages * self._config.page_bytes)})"
-        each = self.devices_per_replica
-        devices = f", {step.replicas * each:,} devices" if each > 1 else ""
-        return f"{step.replicas} x {step.pages:,} pages{size}{devices}"
+        """Return a step in words: `2 GPUs`, or `1 GPU and 86 GiB of host memory (lazy stores)`."""
+        num_devices = step.replicas * self.devices_per_replica
+        noun = "replica" if self._config.placement is None else "GPU"
+        text = f"{num_devices:,} {noun}{'s' * (num_devices != 1)}"
+        if step.pages != self._config.num_pages:
+            pages = f"{step.pages:,} pages"
+            size = pages if not self._config.page_bytes else as_memory(step.pages * self._config.page_bytes)
+            text += f" with {size} of KV memory"
+        if self.given_host_bytes:
+            return text + host_memory_of(
+                num_devices * self.given_host_bytes, "" if self._config.offload is None else self._config.offload.policy
+            )
+        return text + host_memory_of(num_devices * step.host_bytes, step.policy)
 
     @property
     def devices_per_replica(self) -> int:
@@ -207,14 +230,14 @@ class Replays:
         cost = self._config.cost
         return int(getattr(cost, "tensor_parallel", 1)) * int(getattr(cost, "pipeline_parallel", 1))
 
-    def has(self, step: SizeOption, *, router: str | None = None) -> bool:
+    def has(self, step: SizeOption) -> bool:
         """Return whether the step was replayed with no other change."""
-        return self._case(step, None, router, None) in self._asked
+        return self._case(step) in self._asked
 
     def spread(self, step: SizeOption) -> dict[str, Any] | None:
         """Return one standard deviation of each latency statistic; None if the cost model does not give errors."""
         if self._uncertain is self._config:
-            errors = getattr(self._config.cost, "held_out", {})
+            errors = self._config.held_out(self._plan.trace) or {}
             point = self.at(step)
             found = {
                 f"{metric}_ms": {
@@ -225,25 +248,34 @@ class Replays:
                 if f"{metric}_ms" in point
             }
             return found or None
-        case = self._case(step, None, None, None)
+        case = self._case(step)
         config = msgspec.structs.replace(self._config_for(case), cost=self._uncertain.cost)
         spread: dict[str, Any] = replay(self._plan.trace, config).summary["uncertainty"]
         return spread
 
-    def _case(self, step: SizeOption, rate: float | None, router: str | None, cost_factor: float | None) -> _Case:
+    def _case(
+        self,
+        step: SizeOption,
+        rate: float | None = None,
+        cost_factor: float | None = None,
+        length: float = 1.0,
+        agents: float = NO_CHANGE,
+    ) -> _Case:
         config = self._config
         return _Case(
             step,
             config.speedup if rate is None else rate,
-            self._given_router if step.replicas == 1 else router or self.router,
+            self._given_router if step.replicas == 1 else self.router,
             config.cost_factor * (1.0 if cost_factor is None else cost_factor),
+            length,
+            agents,
         )
 
     def _summaries(self, cases: Sequence[_Case]) -> list[dict[str, Any]]:
         for _ in cases:
             if self._on_replay is not None:
                 self._on_replay()
-        return self._processes.all(summary_of, [self._config_for(case) for case in cases])
+        return self._processes.all(changed_summary, [self._task_of(case) for case in cases])
 
     def _point(self, case: _Case) -> dict[str, Any]:
         if case not in self._points:
@@ -257,6 +289,10 @@ class Replays:
             "replicas": step.replicas,
             "devices": step.replicas * self.devices_per_replica,
             "pages": step.pages,
+            "host_bytes": step.host_bytes,
+            "policy": step.policy or None,
+            "length": case.length,
+            "share_of_agents": None if case.agents == NO_CHANGE else case.agents,
             "router": case.router,
             "rate": case.rate,
             "cost_factor": case.cost_factor,
@@ -268,20 +304,27 @@ class Replays:
             "slo_ratio": share_kept(summary),
             "num_rejected": summary["num_rejected"],
             "num_preemptions": summary["num_preemptions"],
+            "peak_used_pct": summary["peak_used_pct"],
             "limited_by": summary["limited_by"]["cause"],
-            "command": self._command(self._changes(case)),
+            "command": self._command(self._changes(case)) if case.length == 1.0 and case.agents == NO_CHANGE else "",
         }
 
     def _predicted(self, step: SizeOption) -> float | None:
         """Return the hit ratio one request at a time; None where it does not apply: with several replicas."""
         return self._plan.hit_ratio(step.pages) if step.replicas == 1 else None
 
+    def _task_of(self, case: _Case) -> tuple[ReplayConfig, float, float]:
+        return self._config_for(case), case.length, case.agents
+
     def _config_for(self, case: _Case) -> ReplayConfig:
+        step, config = case.step, self._config
+        if step.host_bytes:
+            config = with_memory(config, step.host_bytes, step.policy)
         return msgspec.structs.replace(
-            self._config,
+            config,
             num_pages=case.step.pages,
             replicas=case.step.replicas,
-            router=self.routers[case.router],
+            router=self._routers.get(case.router, self._config.router),
             speedup=case.rate,
             cost_factor=case.cost_factor,
         )
@@ -289,7 +332,9 @@ class Replays:
     def _changes(self, case: _Case) -> dict[str, Any]:
         """Return the options that differ from those given, for the command line of a case."""
         config, step = self._config, case.step
-        changes: dict[str, Any] = {"pages": step.pages}
+        changes: dict[str, Any] = {} if step.pages == config.num_pages else {"pages": step.pages}
+        if step.host_bytes:
+            changes |= {"offload.host_memory": as_size(step.host_bytes), "offload.policy": step.policy}
         if step.replicas == 1:
             changes["router"] = None  # no effect with one replica
         if step.replicas != 1 or config.replicas != 1:

@@ -73,16 +73,22 @@ class RoutersPlan:
         }
         found = {}
         with Processes(self._num_workers, self._trace) as processes:
-            for place, row in processes.results(_replayed, configs):
-                found[int(place)] = row
-                if self._on_replay is not None:
-                    self._on_replay()
+            try:
+                for place, row in processes.results(_replayed, configs):
+                    found[int(place)] = row
+                    if self._on_replay is not None:
+                        self._on_replay()
+            except KeyboardInterrupt:
+                if not found:
+                    raise
         return {
             "replicas": self._config.replicas,
             "slo": {name: getattr(self._config.slo, name) for name in self._config.slo.__struct_fields__},
+            "is_complete": len(found) == len(configs),
             "points": [
                 {"router": router, "age": age, **found[place], "command": self._command(changes)}
                 for place, (router, age, _, changes) in enumerate(self._cases)
+                if place in found
             ],
         }
 

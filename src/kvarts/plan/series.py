@@ -16,6 +16,7 @@ from kvarts.sim.report.words import duration, in_memory, percent
 __all__ = ["charts_of", "distinct_points", "sweep_charts", "sweep_table", "sweep_values", "usual_points"]
 
 Chart = dict[str, Any]
+GIB = 1 << 30
 
 WIDE = 50.0
 """Ratio of the largest to the smallest latency above which a chart has a logarithmic y axis."""
@@ -189,7 +190,8 @@ def charts_of(values: dict[str, Any]) -> list[Chart]:
         return _fleets(values["fleets"])
     if "sweep" in values:
         return sweep_charts(values["sweep"])
-    charts = [_note("Hits", values["unknown_hits"]) if "unknown_hits" in values else _curve(values)]
+    charts = _purchases(values.get("latency") or {})
+    charts.append(_note("Hits", values["unknown_hits"]) if "unknown_hits" in values else _curve(values))
     if values.get("league"):
         charts += _league(values["league"])
     if values.get("tiers"):
@@ -396,6 +398,68 @@ def _priced(each: dict[str, Any]) -> str:
     return "" if each["price"] is None else f", {each['saved_s_per_price']:,.2f} s in all for a unit of price"
 
 
+def _purchases(latency: dict[str, Any]) -> list[Chart]:
+    """Return what each purchase that was replayed costs and serves, with the answer marked; empty without an answer."""
+    if latency.get("slo_share") is None or not any(option["keeps_slo"] for option in latency["options"]):
+        return []
+    prices, chosen = latency["prices"], latency["options"][0]
+    bought = ("replicas", "pages", "host_bytes", "policy")
+    rate = min(point["rate"] for point in latency["points"] if all(point[name] == chosen[name] for name in bought))
+    points = [
+        {
+            **point,
+            "price_per_hour": point["devices"] * (prices["device"] + point["host_bytes"] / GIB * prices["host_gib"]),
+        }
+        for point in usual_points(latency)
+        if point["rate"] == rate and point["pages"] == chosen["pages"]
+    ]
+    (answer,) = (point for point in points if all(point[name] == chosen[name] for name in bought))
+    return [_costs(points, answer, latency, lambda point: "")]
+
+
+def _costs(points: list[Row], answer: Row, found: Mapping[str, Any], shape_of: Callable[[Row], str]) -> Chart:
+    """Return the goodput of points by their price, with the answer marked and the error of its goodput.
+
+    Labels are devices, shape and host memory. `found`: the latencies or fleets of the plan.
+    """
+    prices, sure = found["prices"], found["confidence"]
+    drawn = []
+    for point in points:
+        host = as_memory(point["devices"] * point["host_bytes"]) if point["host_bytes"] else ""
+        memory = f"{host} of host memory ({point['policy']})" if host else ""
+        size = f"{point['devices']:,} GPU{'s' * (point['devices'] != 1)}"
+        text = ", ".join(filter(None, (size, shape_of(point), memory)))
+        text += f": SLO kept by {percent(point['slo_ratio'])}"
+        label = " ".join(filter(None, (size, shape_of(point), f"+ {host}" if host else "")))
+        is_answer = point is answer
+        drawn.append(
+            {
+                "x": point["price_per_hour"],
+                "y": point["goodput_per_s"],
+                "is_on_front": is_answer,
+                "label": label,
+                "error": [sure["goodput_per_s"]["least"], sure["goodput_per_s"]["most"]]
+                if is_answer and sure
+                else None,
+                **_point(f"{text}, {sure['text']}" if is_answer and sure else text, point["command"]),
+                "settings": {},
+            }
+        )
+    bar = "" if sure is None else " Its bar: steps longer or shorter by their error, so 8 of 10 worlds."
+    return {
+        "name": "Goodput by cost",
+        "kind": "scatter",
+        "x": f"{prices['currency']} per hour" if prices["currency"] else "price, in devices",
+        "x_unit": "",
+        "y": "requests that keep the SLO, per s",
+        "y_unit": "",
+        "points": drawn,
+        "limit": None,
+        "front": "the answer",
+        "note": f"Filled: the answer.{bar} A number: points at one place.",
+    }
+
+
 def _latencies(latency: dict[str, Any], page_size: int) -> list[Chart]:
     points = usual_points(latency)
     rates = [point["rate"] for point in points]
@@ -469,6 +533,8 @@ def usual_points(latency: dict[str, Any]) -> list[dict[str, Any]]:
         point
         for point in latency["points"]
         if point["cost_factor"] == latency["cost_factor"]
+        and point["length"] == 1.0
+        and point["share_of_agents"] is None
         and (point["replicas"] == 1 or point["router"] == latency["router"])
     ]
 
@@ -539,8 +605,20 @@ def _fleets(fleets: dict[str, Any]) -> list[Chart]:
     kept.append(_limit("asked for", devices, 100 * fleets["slo_share"]))
     x = ("devices", "")
     return [
+        *_fleet_costs(fleets),
         _chart("Goodput by devices", x, ("requests that keep the SLO, per s", ""), series(_goodput), note=REPLAYED),
         _chart("SLO kept, by devices", x, ("requests that keep the SLO", "%"), kept, note=REPLAYED),
+    ]
+
+
+def _fleet_costs(fleets: dict[str, Any]) -> list[Chart]:
+    """Return the goodput of all replayed fleets by price; empty if none keeps the SLO."""
+    if not fleets["options"][0]["keeps_slo"]:
+        return []
+    chosen = fleets["options"][0]["fleet"]
+    answer = next(point for point in fleets["points"] if point["name"] == chosen)
+    return [
+        _costs(fleets["points"], answer, fleets, lambda point: point["name"].partition(",")[0].partition(" and ")[0])
     ]
 
 

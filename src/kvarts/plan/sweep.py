@@ -14,20 +14,21 @@ from typing import Any
 import msgspec
 
 from kvarts.base.errors import ConfigError, KvartsError
-from kvarts.base.files import located, own_directory, read_toml, reading, write_whole
+from kvarts.base.files import own_directory, read_toml, reading, write_whole
 from kvarts.base.leftovers import temporary_folder
 from kvarts.base.settings import Flags, Given, Section, given_in
 from kvarts.base.units import as_duration, as_hits
 from kvarts.plan.commands import command_line
-from kvarts.plan.grid import Row, Values, fronts, load_of, points_of, run_sweep, with_changes
+from kvarts.plan.grid import Row, UserCode, Values, fronts, load_of, points_of, run_sweep, with_changes
 from kvarts.plan.policy import SECTION as POLICY
 from kvarts.plan.policy import check_policy, with_policy
-from kvarts.sim.config import SECTIONS, TABLES, resolve_replay
+from kvarts.sim.config import SECTIONS, TABLES, ReplayConfig, resolve_replay
 from kvarts.sim.replaying import replay
 from kvarts.sim.report.words import number
 from kvarts.sim.traffic.settings import SECTION as TRAFFIC
 from kvarts.sim.traffic.settings import load_given
 from kvarts.sim.traffic.trace import Trace
+from kvarts.sim.traffic.trace_file import TraceFile
 
 __all__ = ["Sweep", "run_point", "sweep"]
 
@@ -179,14 +180,22 @@ def sweep(
     """Replay every point of a grid, and return one row per point.
 
     `config`: a file of `kvarts replay --config`, or a mapping with its keys. It has either a table `grid` of lists,
-    whose product gives the points, or a list `points` of tables, or both; its `trace` is a path or a sample's name.
-    `directory` receives the rows, a page, and a journal from which an interrupted sweep resumes. `workers`: number of
-    processes; more than one requires a script that can be imported. `ray_address`: a Ray cluster to use instead.
-    `on_done` receives the number of finished points and the total, first with the number that the journal contains.
+    whose product gives the points, or a list `points` of tables, or both; its `trace` is a path or a sample's name. In
+    a mapping, `eviction`, `admission`, `router` and `cost` may also be classes or objects, which rows name. `directory`
+    receives the rows, a page, and a journal from which an interrupted sweep resumes. `workers`: number of processes;
+    more than one requires a script that can be imported. `ray_address`: a Ray cluster to use instead. `on_done`
+    receives the number of finished points and the total, first with the number that the journal contains.
 
     Raise ConfigError and InputError for a point that cannot run, before any runs; OutputError for the directory.
+
+    >>> from kvarts import sweep
+    >>> grid = {"pages": [500, 1_000], "eviction": ["lru", "auto"]}
+    >>> len(sweep({"trace": "sample:mooncake", "page_size": 512, "grid": grid}).rows)
+    4
     """
-    path, values = _read(config)
+    code = UserCode()
+    path, values = _read(config, code)
+    code.check_sendable(workers if ray_address is None else 2)
     changes = points_of(values, path)
     points: list[Values] = []
     digests: dict[str, str] = {}
@@ -196,10 +205,11 @@ def sweep(
             "changes": changed,
             "values": with_changes(values, changed, _sections()),
         }
-        point["traffic"] = _checked(point, digests)
+        point["code"] = code.used_by(point["values"])
+        point["traffic"] = _checked(point, digests, code.objects)
         point["version"] = sys.modules["kvarts"].__version__  # not imported: the package imports this room
         points.append(point)
-    run = partial(run_point, base=Path.cwd())
+    run = partial(run_point, base=Path.cwd(), code=code.objects)
 
     def rows_in(folder: Path) -> list[Row]:
         return run_sweep(points, run, folder / JOURNAL, workers=workers, ray_address=ray_address, on_done=on_done)
@@ -217,8 +227,9 @@ def sweep(
     return found
 
 
-def _read(config: Path | str | Mapping[str, Any]) -> tuple[Path | None, Values]:
+def _read(config: Path | str | Mapping[str, Any], code: UserCode) -> tuple[Path | None, Values]:
     if isinstance(config, Mapping):
+        config = code.named(config)
         try:  # rows, the journal and other processes need plain values
             return None, msgspec.json.decode(msgspec.json.encode(config, enc_hook=_plain))
         except TypeError as error:
@@ -265,6 +276,13 @@ def _sections() -> tuple[Section, ...]:
     return (*SECTIONS, TRAFFIC, *TABLES, POLICY)
 
 
+def _config(point: Values, given: Given, code: Mapping[str, Any]) -> ReplayConfig:
+    """Return the configuration of a point, with its objects. Raise ConfigError."""
+    config = resolve_replay(given, _sections())
+    objects = {field: code[name] for field, (name, _) in point["code"].items()}
+    return msgspec.structs.replace(config, **objects) if objects else config
+
+
 def _given(point: Values, base: Path = Path()) -> Given:
     path = None if point["path"] is None else base / point["path"]
     several = [name for name in ("models", "sharing") if name in point["values"]]
@@ -272,13 +290,17 @@ def _given(point: Values, base: Path = Path()) -> Given:
         raise ConfigError(
             "is of several models, and a sweep replays one", path=path, field=several[0], hint="Sweep each model alone."
         )
-    return given_in(point["values"], _sections(), path)
+    values = {key: value for key, value in point["values"].items() if key not in point["code"]}
+    return given_in(values, _sections(), path)
 
 
-def run_point(point: Values, base: Path) -> Row:
-    """Replay one point and return its row. `base`: the directory that its relative path starts from."""
+def run_point(point: Values, base: Path, code: Mapping[str, Any]) -> Row:
+    """Replay one point and return its row. `base`: the directory that its relative path starts from.
+
+    `code`: the classes and objects that points name.
+    """
     given = _given(point, base)
-    config = resolve_replay(given, _sections()).certain
+    config = _config(point, given, code).certain
     traffic = _traffic(point["path"] and str(base / point["path"]), _frozen(point["values"]), point["traffic"])
     summary = replay(traffic, with_policy(config, given, traffic)).summary
     goodput = summary["goodput"]
@@ -304,6 +326,8 @@ def run_point(point: Values, base: Path) -> Row:
 
 def _replay_command(point: Values) -> str | None:
     """Return the command line that replays a point; None if one of its settings has no option."""
+    if point["code"]:
+        return None
     in_file = _given(point)
     given = Given()
     trace = None
@@ -317,11 +341,11 @@ def _replay_command(point: Values) -> str | None:
     return command_line(given, _sections(), trace, None, {})
 
 
-def _checked(point: Values, digests: dict[str, str]) -> str:
+def _checked(point: Values, digests: dict[str, str], code: Mapping[str, Any]) -> str:
     """Return an identifier of the traffic of a point. Raise KvartsError for a point that cannot run."""
     try:
         given = _given(point)
-        resolve_replay(given, _sections())
+        _config(point, given, code)
         check_policy(given)
         if "trace" not in given and "workload" not in given:
             raise ConfigError("is missing", path=point["path"], field="trace", hint="Give trace or [workload].")
@@ -338,12 +362,10 @@ def _checked(point: Values, digests: dict[str, str]) -> str:
 
 
 def _digest(path: Path) -> str:
-    """Return a hash of the contents of a trace, so that a changed file makes a new point. Raise InputError."""
-    with reading(path):
-        files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    """Return a hash of the files of a trace, so that a changed one makes a new point. Raise InputError."""
     found = hashlib.sha256()
-    for file in files:
-        with reading(file), located(file).open("rb") as opened:
+    for file in TraceFile(path).files():
+        with reading(file.path), file.path.open("rb") as opened:
             while part := opened.read(AT_ONCE):
                 found.update(part)
     return found.hexdigest()

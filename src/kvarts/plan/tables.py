@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvarts.base.documents import Column, Document, Table
 from kvarts.base.units import as_duration, as_hits, as_memory, as_percent
 from kvarts.plan.series import usual_points
 from kvarts.sim.report.advice import as_size
@@ -22,7 +23,8 @@ __all__ = [
 ]
 
 GIB = 1 << 30
-LATENCY_HEADING = f"{'TTFT p50':>11}{'p99':>11}{'TPOT p99':>10}{'SLO':>8}"
+OVERPROVISIONED = 2.0
+"""An answer that lasts to this multiple of the rate, and needs the inverse share of its memory, is too large."""
 ORIGINS = {
     "own_history": "own session",
     "shared_prefix": "own session and others",
@@ -32,43 +34,53 @@ OF_GROUPS = (
     "groups: hits with KV groups, of which more memory can find less, so each size was simulated; optimum: a bound of "
     "these, by the layers that keep every token; hits and evicted: with whole pages"
 )
-HEADS = "devices   hours goodput/s per device SLO kept   TTFT p99 TPOT p99  fleet"
 WAYS = ("tensor_parallel", "pipeline_parallel")
 
 
-def render(plan: dict[str, Any]) -> str:
+def render(plan: dict[str, Any]) -> Document:
     """Return the tables, with a line end."""
     width = 12 if "groups" in plan else 15
-    lines = [
-        *_heading(plan),
-        "",
-        *_paragraph(plan["advice"]),
-    ]
+    latency = plan.get("latency")
+    has_slo = latency is not None and latency["slo_share"] is not None
+    lines: list[str | Table] = [*_heading(plan), "", *_paragraph(plan["advice"])]
+    lines += _interrupted(plan)
     if "unknown_hits" in plan:
         lines += [] if plan["advice"] == lead({**plan, "latency": None}) else ["", *_paragraph(_of_curve(plan))]
-        return "\n".join([*lines, *_latencies(plan)]) + "\n"
-    lines += [
-        "",
-        "hits by memory: prefix LRU, one request at a time",
-        "",
-        f"{'pages':>14}{_gib_heading(plan):>10}{'tokens':>{width}}{'hits':>9}{'optimum':>9}{'evicted':>9}{_group_heading(plan)}",
-    ]
+        return Document.of([*lines, *_options(plan), *_latencies(plan)])
+    if has_slo:
+        lines += [*_options(plan), *_latencies(plan), *_league(plan)]
     knees = {point["pages"] for point in _counted(plan)["knees"]}
     num_tokens = plan["num_prompt_tokens"]
-    for point in plan["at"]:
-        evicted = point["computed_tokens"]["evicted"] / num_tokens
-        note = "knee" if point["pages"] in knees else ""
-        lines.append(
-            f"{point['pages']:>14,}{_gib(plan, point['pages']):>10}{point['tokens']:>{width},}"
-            f"{as_hits(point['hit_ratio']):>9}{as_percent(_optimum(point)):>9}{as_percent(evicted):>9}"
-            f"{_of_groups(point)}   {note}".rstrip()
-        )
+    has_groups = bool(plan["at"]) and "group_hit_ratio" in plan["at"][0]
+    columns = [
+        Column("pages", 14), Column(_gib_heading(plan), 10), Column("tokens", width), Column("hits", 9),
+        Column("optimum", 9), Column("evicted", 9), *[Column("groups", 10)] * has_groups, Column("", 0, is_text=True),
+    ]  # fmt: skip
+    rows = [
+        [
+            f"{point['pages']:,}",
+            _gib(plan, point["pages"]),
+            f"{point['tokens']:,}",
+            as_hits(point["hit_ratio"]),
+            as_percent(_optimum(point)),
+            as_percent(point["computed_tokens"]["evicted"] / num_tokens),
+            *[as_hits(point[name]) for name in ("group_hit_ratio",) if has_groups],
+            "   knee" if point["pages"] in knees else "",
+        ]
+        for point in plan["at"]
+    ]
+    lines += ["", "hits by memory: prefix LRU, one request at a time", "", Table(columns, rows)]
     if "groups" in plan:
         lines += ["", *wrapped(OF_GROUPS)]
-    if plan["at"]:
-        lines += _details(plan, _looked_at(plan))
-    lines += [*_league(plan), *_tiers(plan), *_latencies(plan), *_in_vllm(plan)]
-    return "\n".join(lines) + "\n"
+    if not has_slo:
+        lines += _details(plan, _looked_at(plan)) if plan["at"] else []
+        lines += [*_league(plan), *_tiers(plan), *_latencies(plan), *_options(plan), *_in_vllm(plan)]
+    return Document.of(lines)
+
+
+def _interrupted(found: Mapping[str, Any]) -> list[str]:
+    """Return what the answer of an interrupted search lacks; empty for a complete one."""
+    return [] if found["is_complete"] else ["", *wrapped("Interrupted: this is what was known by then.")]
 
 
 def _counted(plan: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -96,54 +108,63 @@ def _gib(plan: dict[str, Any], pages: int) -> str:
     return "" if page_bytes is None else f"{pages * page_bytes / GIB:,.1f}"
 
 
-def _group_heading(plan: dict[str, Any]) -> str:
-    return f"{'groups':>10}" if plan["at"] and "group_hit_ratio" in plan["at"][0] else ""
-
-
-def _of_groups(point: dict[str, Any]) -> str:
-    """Return the hits with KV groups; empty if they are not counted."""
-    return f"{as_hits(point['group_hit_ratio']):>10}" if "group_hit_ratio" in point else ""
-
-
-def render_routers(plan: dict[str, Any]) -> str:
+def render_routers(plan: dict[str, Any]) -> Document:
     """Return the table of routers, with a line end."""
     routers = plan["routers"]
     has_slo = any(bound is not None for bound in routers["slo"].values())
-    width = max(len("router"), *(len(point["router"]) for point in routers["points"]))
-    lines = [
+    columns = [
+        Column("router", 0, is_text=True), Column("age", 8), Column("hits", 8), Column("TTFT", 11), Column("p99", 11),
+        Column("TPOT p99", 11), Column("most/mean", 10), *[Column("SLO kept", 10)] * has_slo,
+    ]  # fmt: skip
+    rows = [
+        [
+            point["router"],
+            str(point["age"] or "-"),
+            as_hits(point["hit_ratio"]),
+            as_duration(point["ttft_ms"]["mean"]),
+            as_duration(point["ttft_ms"]["p99"]),
+            as_duration(point["tpot_ms"]["p99"]),
+            number(point["most_to_mean_tokens"]),
+            *[as_percent(point[name]) for name in ("slo_ratio",) if has_slo],
+        ]
+        for point in routers["points"]
+    ]
+    lines: list[str | Table] = [
         f"{plan['trace']} on {routers['replicas']} replicas; {plan['setting']}",
         "",
-        f"{'router':<{width}}{'age':>8}{'hits':>8}{'TTFT':>11}{'p99':>11}{'TPOT p99':>11}{'most/mean':>10}"
-        + f"{'SLO kept':>10}" * has_slo,
-    ]
-    lines += [
-        f"{point['router']:<{width}}{point['age'] or '-':>8}{as_hits(point['hit_ratio']):>8}"
-        f"{as_duration(point['ttft_ms']['mean']):>11}{as_duration(point['ttft_ms']['p99']):>11}"
-        f"{as_duration(point['tpot_ms']['p99']):>11}{number(point['most_to_mean_tokens']):>10}"
-        + f"{as_percent(point['slo_ratio']):>10}"
-        * has_slo
-        for point in routers["points"]
+        Table(columns, rows),
     ]
     best = min(routers["points"], key=lambda point: point["ttft_ms"]["mean"] or 0.0)
     lines += ["", "shortest mean TTFT:", f"  {best['command']}"]
-    return "\n".join(lines) + "\n"
+    return Document.of(lines)
 
 
-def render_users(plan: dict[str, Any]) -> str:
+def render_users(plan: dict[str, Any]) -> Document:
     """Return the table of a search for users, with a line end."""
     users = plan["users"]
-    lines = [
+    columns = [
+        Column("users", 8), Column("hits", 9), Column("TTFT p50", 11), Column("p99", 11), Column("TPOT p99", 11),
+        Column("requests/s", 12), Column("SLO kept", 10),
+    ]  # fmt: skip
+    rows = [
+        [
+            str(point["users"]),
+            as_hits(point["hit_ratio"]),
+            as_duration(point["ttft_ms"]["p50"]),
+            as_duration(point["ttft_ms"]["p99"]),
+            as_duration(point["tpot_ms"]["p99"]),
+            number(point["request_throughput_per_s"]),
+            as_percent(point["slo_ratio"], bound=users["slo_share"]),
+        ]
+        for point in users["points"]
+    ]
+    lines: list[str | Table] = [
         f"{plan['trace']}: {users['num_sessions']:,} sessions, a user in one at a time",
         *opening(plan["config"]),
         *(["", *wrapped(answer)] if (answer := answer_for_users(users)) else []),
+        *_interrupted(users),
         "",
-        f"{'users':>8}{'hits':>9}{'TTFT p50':>11}{'p99':>11}{'TPOT p99':>11}{'requests/s':>12}{'SLO kept':>10}",
-    ]
-    lines += [
-        f"{point['users']:>8}{as_hits(point['hit_ratio']):>9}{as_duration(point['ttft_ms']['p50']):>11}"
-        f"{as_duration(point['ttft_ms']['p99']):>11}{as_duration(point['tpot_ms']['p99']):>11}"
-        f"{number(point['request_throughput_per_s']):>12}{as_percent(point['slo_ratio'], bound=users['slo_share']):>10}"
-        for point in users["points"]
+        Table(columns, rows),
     ]
     fits, fails = users["fits"], users["fails_at"]
     if users["slo_share"] is not None:
@@ -156,7 +177,7 @@ def render_users(plan: dict[str, Any]) -> str:
             lines += [f"  {point['command']}" for point in users["points"] if point["users"] == fits]
         if users["host"] is not None:
             lines += ["", *_with_host(users, users["host"])]
-    return "\n".join(lines) + "\n"
+    return Document.of(lines)
 
 
 def _with_host(users: dict[str, Any], host: dict[str, Any]) -> list[str]:
@@ -220,19 +241,16 @@ def _looked_at(plan: dict[str, Any]) -> dict[str, Any]:
     return point
 
 
-def _details(plan: dict[str, Any], point: dict[str, Any]) -> list[str]:
+def _details(plan: dict[str, Any], point: dict[str, Any]) -> list[str | Table]:
     computed = point["computed_tokens"]
     tokens = plan["num_prompt_tokens"]
-    lines = [
-        "",
-        f"with {point['pages']:,} {'whole ' if 'groups' in plan else ''}pages, of prompt tokens",
-        _row("found", point["hit_tokens"], tokens),
-        _row("evicted", computed["evicted"], tokens),
-        _row("not in full pages", computed["unaligned"], tokens),
-        _row("never seen before", computed["never_seen"], tokens),
-        "",
-        f"{'':<26}{'found':>18}{'evicted':>18}",
-    ]
+    of_all = {
+        "found": point["hit_tokens"],
+        "evicted": computed["evicted"],
+        "not in full pages": computed["unaligned"],
+        "never seen before": computed["never_seen"],
+    }
+    rows: list[list[str]] = []
     for title, key, names in (
         ("from ", "by_origin", ORIGINS),
         ("after ", "by_age", None),
@@ -242,41 +260,55 @@ def _details(plan: dict[str, Any], point: dict[str, Any]) -> list[str]:
         for name, count in point.get(key, {}).items():
             if count["hit_tokens"] or count["evicted_tokens"]:
                 text = f"{title}{name if names is None else names[name]}"
-                lines.append(f"  {text[:24]:<24}{count['hit_tokens']:>18,}{count['evicted_tokens']:>18,}")
-    return lines
+                rows.append([text[:24], f"{count['hit_tokens']:,}", f"{count['evicted_tokens']:,}"])
+    return [
+        "",
+        f"with {point['pages']:,} {'whole ' if 'groups' in plan else ''}pages, of prompt tokens",
+        Table(
+            [Column("", 24, is_text=True), Column("", 18), Column("", 10)],
+            [[name, f"{count:,}", as_percent(count / tokens)] for name, count in of_all.items()],
+            indent=2,
+        ),
+        "",
+        Table([Column("", 24, is_text=True), Column("found", 18), Column("evicted", 18)], rows, indent=2),
+    ]
 
 
-def _row(name: str, tokens: int, of_all: int) -> str:
-    return f"  {name:<24}{tokens:>18,}{as_percent(tokens / of_all):>10}"
-
-
-def _league(plan: dict[str, Any]) -> list[str]:
+def _league(plan: dict[str, Any]) -> list[str | Table]:
     """Return the comparison of policies; empty if none was requested."""
     rows = plan.get("league", [])
     if not rows:
         return []
-    lines = ["", "policies, one request at a time; gap: how much of that from LRU to the optimum is closed", ""]
-    lines.append(f"{'pages':>14}  {'policy':<32}{'hits':>10}{'gap':>10}")
-    lines += [
-        f"{row['pages']:>14,}  {row['policy'][-31:]:<32}{as_hits(row['hit_ratio']):>10}"
-        f"{as_percent(row['gap_closed']):>10}"
+    found = [
+        [f"{row['pages']:,}", f"  {row['policy'][-31:]}", as_hits(row["hit_ratio"]), as_percent(row["gap_closed"])]
         for row in rows
         if "replayed" not in row
     ]
+    columns = [Column("pages", 14), Column("  policy", 34, is_text=True), Column("hits", 10), Column("gap", 10)]
+    what = "policies, one request at a time; gap: how much of that from LRU to the optimum is closed"
+    lines: list[str | Table] = ["", what, "", Table(columns, found)]
     replayed = [row for row in rows if "replayed" in row]
     if replayed:
-        lines += ["", "the same, replayed", ""]
-        lines.append(f"{'pages':>14}  {'policy':<24}{'hits':>9}{'TTFT mean':>11}{'p99':>11}{'goodput/s':>9}")
-        lines += [
-            f"{row['pages']:>14,}  {row['policy'][-23:]:<24}{as_hits(row['hit_ratio']):>9}"
-            f"{as_duration(row['ttft_ms']['mean']):>11}{as_duration(row['ttft_ms']['p99']):>11}"
-            f"{number(row['goodput_per_s']):>9}"
+        columns = [
+            Column("pages", 14), Column("  policy", 26, is_text=True), Column("hits", 9), Column("TTFT mean", 11),
+            Column("p99", 11), Column("goodput/s", 9),
+        ]  # fmt: skip
+        found = [
+            [
+                f"{row['pages']:,}",
+                f"  {row['policy'][-23:]}",
+                as_hits(row["hit_ratio"]),
+                as_duration(row["ttft_ms"]["mean"]),
+                as_duration(row["ttft_ms"]["p99"]),
+                number(row["goodput_per_s"]),
+            ]
             for row in replayed
         ]
+        lines += ["", "the same, replayed", "", Table(columns, found)]
     return lines
 
 
-def _tiers(plan: dict[str, Any]) -> list[str]:
+def _tiers(plan: dict[str, Any]) -> list[str | Table]:
     """Return the savings by memory below the device; empty without a model."""
     tiers = plan.get("tiers")
     if tiers is None:
@@ -288,7 +320,7 @@ def _tiers(plan: dict[str, Any]) -> list[str]:
     what += "one request at a time"
     if "groups" in plan:
         what += ", of the parts that memory below a device keeps; each size was simulated"
-    lines = [
+    lines: list[str | Table] = [
         "",
         *wrapped(what),
         *_tier_curve(tiers["curve"], *list(tiers["now"]["pages"])[:2]),
@@ -324,81 +356,82 @@ def _in_vllm(plan: dict[str, Any]) -> list[str]:
     return ["", f"in vLLM, {size} of host memory kept by kvarts", f"  --kv-transfer-config '{json.dumps(config)}'"]
 
 
-def _tier_curve(points: list[dict[str, Any]], above: str, below: str) -> list[str]:
-    heading = f"{above + ' GiB':>12}{below + ' GiB':>10}{'replayed':>11}{'from ' + below:>11}{'TTFT p99':>12}"
-    return [
-        "",
-        f"{heading}{'bound':>9}{'saved':>13}",
-        *(
-            f"{point['gib'][above]:>12,.1f}{point['gib'][below]:>10,.1f}{_as_replayed(point, below)}"
-            f"{as_percent(sum(point['hit_ratio'].values())):>9}{number(point['saved_s_per_hour']):>9} s/h"
-            for point in points
-        ),
+def _tier_curve(points: list[dict[str, Any]], above: str, below: str) -> list[str | Table]:
+    columns = [
+        Column(f"{above} GiB", 12), Column(f"{below} GiB", 10), Column("replayed", 11), Column(f"from {below}", 11),
+        Column("TTFT p99", 12), Column("bound", 9), Column("saved", 13),
+    ]  # fmt: skip
+    rows = [
+        [
+            f"{point['gib'][above]:,.1f}",
+            f"{point['gib'][below]:,.1f}",
+            *_as_replayed(point, below),
+            as_percent(sum(point["hit_ratio"].values())),
+            f"{number(point['saved_s_per_hour'])} s/h",
+        ]
+        for point in points
     ]
+    return ["", Table(columns, rows)]
 
 
-def _as_replayed(point: dict[str, Any], tier: str) -> str:
+def _as_replayed(point: dict[str, Any], tier: str) -> list[str]:
     """Return a replay's total hits, hits in `tier`, and TTFT; dashes without a replay."""
     replayed = point.get("replayed")
     if replayed is None:
-        return f"{'-':>11}{'-':>11}{'-':>12}"
+        return ["-", "-", "-"]
     of_tier = replayed["hit_ratio_by_tier"].get(tier, 0.0)
-    return f"{as_hits(replayed['hit_ratio']):>11}{as_percent(of_tier):>11}{as_duration(replayed['ttft_ms']['p99']):>12}"
+    return [as_hits(replayed["hit_ratio"]), as_percent(of_tier), as_duration(replayed["ttft_ms"]["p99"])]
 
 
-def _latencies(plan: dict[str, Any]) -> list[str]:
+def _latencies(plan: dict[str, Any]) -> list[str | Table]:
     """Return the section on replays; empty if nothing was replayed."""
     latency = plan.get("latency")
     if latency is None:
         return []
-    lines = [
-        "",
-        "replayed",
-        "",
-        f"{'replicas':>8}{'pages':>10}{_gib_heading(plan):>8}{'rate':>6}{'hits':>8}{LATENCY_HEADING}",
-    ]
-    lines += [
-        f"{point['replicas']:>8}{point['pages']:>10,}{_gib(plan, point['pages']):>8}{point['rate']:>6.3g}"
-        f"{as_hits(point['hit_ratio']):>8}{as_duration(point['ttft_ms']['p50']):>11}"
-        f"{as_duration(point['ttft_ms']['p99']):>11}{as_duration(point['tpot_ms']['p99']):>10}"
-        f"{as_percent(point['slo_ratio'], bound=latency['slo_share']):>8}"
+    has_host = any(point["host_bytes"] for point in latency["points"])
+    columns = [
+        Column("replicas", 8), Column("pages", 10), Column(_gib_heading(plan), 7),
+        *[Column("host", 7), Column("  policy", 11, is_text=True)] * has_host, Column("rate", 6), Column("hits", 8),
+        *[Column("TTFT p50", 11)] * (not has_host), Column("TTFT p99" if has_host else "p99", 11),
+        Column("TPOT p99", 10), Column("SLO", 8),
+    ]  # fmt: skip
+    rows = [
+        [
+            str(point["replicas"]),
+            f"{point['pages']:,}",
+            _gib(plan, point["pages"]),
+            *([f"{point['host_bytes'] / GIB:,.1f}", f"  {point['policy'] or ''}"] if has_host else []),
+            f"{point['rate']:.3g}",
+            as_hits(point["hit_ratio"]),
+            *[as_duration(point["ttft_ms"]["p50"])] * (not has_host),
+            as_duration(point["ttft_ms"]["p99"]),
+            as_duration(point["tpot_ms"]["p99"]),
+            as_percent(point["slo_ratio"], bound=latency["slo_share"]),
+        ]
         for point in usual_points(latency)
     ]
-    largest = latency["largest_rate"]
-    if largest is not None:
-        lines += ["", _largest(largest)]
-    lines += _replicas(latency["replicas"], latency["slo_share"])
-    for option in latency["options"]:
-        lines += ["", f"{option['name']}: {option['what']}", f"  {option['command']}"]
+    lines: list[str | Table] = ["", "replayed", "", Table(columns, rows)]
+    return lines
+
+
+def _recommended(options: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines: list[str] = []
+    for option in options:
+        lines += ["", *wrapped(f"{option['name']}: {option['what']}")]
         for text in (*option["notes"], *option["would_change"]):
             lines += wrapped(text, "  ", "    ")
+        lines.append(f"  {option['command']}")
+        lines += [f"  {line}" for line in option["serve"].values()]
     return lines
 
 
-def _replicas(replicas: dict[str, Any] | None, slo_share: float | None) -> list[str]:
-    """Return the fewest replicas for each router; empty if one is enough, or without an SLO."""
-    if replicas is None or all(row["replicas"] == 1 for row in replicas["by_router"]):
-        return []
-    lines = ["", f"fewest replicas of {replicas['pages']:,} pages that keep the SLO"]
-    width = max(14, *(len(row["router"]) + 2 for row in replicas["by_router"]))
-    for row in replicas["by_router"]:
-        text = f"  {row['router']:<{width}}{'none found' if row['replicas'] is None else row['replicas']:>10}"
-        if "one_less" in row:
-            less = row["one_less"]
-            kept, missed = as_percent(row["slo_ratio"]), as_percent(less["slo_ratio"], bound=slo_share)
-            text += f"   {kept}; with {less['replicas']}: {missed}"
-        lines.append(text)
+def _options(plan: dict[str, Any]) -> list[str | Table]:
+    """Return the recommendations, each with what would change it and its command lines; empty without replays."""
+    latency = plan.get("latency") or {"options": [], "slo_share": None}
+    lines: list[str | Table] = [*_recommended(latency["options"])]
+    if latency["options"] and latency["slo_share"] is not None:
+        lines += ["", *wrapped(f"{latency['prices']['text']}.")]
     return lines
-
-
-def _largest(largest: dict[str, Any]) -> str:
-    rate, fails_at = largest["rate"], largest["fails_at"]
-    on = f"on {largest['replicas']} x {largest['pages']:,} pages"
-    if rate is None:
-        return f"no rate down to {fails_at:.3g} times that of the trace keeps the SLO {on}"
-    until = "no limit was found" if fails_at is None else f"{fails_at:.3g} times does not"
-    within = as_percent(largest["tolerance"])
-    return f"{rate:.3g} times the rate of the trace keeps the SLO, {until}: {on}, to within {within}"
 
 
 def lead(plan: Mapping[str, Any]) -> str:
@@ -406,7 +439,8 @@ def lead(plan: Mapping[str, Any]) -> str:
     latency = plan.get("latency")
     if latency is None:
         return _of_curve(plan)
-    sentences = [_of_slo(plan, latency) if latency["slo_share"] is not None else _of_curve(plan)]
+    has_answer = latency["slo_share"] is not None and latency["points"]
+    sentences = [_of_slo(plan, latency) if has_answer else _of_curve(plan)]
     least = (plan.get("tiers") or {}).get("least_host")
     if least is not None:
         found = f"a replay finds {as_hits(least['hit_ratio'])} of prompt tokens"
@@ -421,16 +455,38 @@ def lead(plan: Mapping[str, Any]) -> str:
 
 
 def _of_slo(plan: Mapping[str, Any], latency: Mapping[str, Any]) -> str:
-    share = latency["slo_share"]
-    for option in latency["options"]:
-        if option["name"] == "cheapest":
-            size = in_memory(option["pages"], plan["config"])
-            devices = f", {option['devices']:,} devices in all," if option["devices"] > option["replicas"] else ""
-            return (
-                f"{option['replicas']} x {option['pages']:,} pages{size}{devices} is the least that keeps the SLO for "
-                f"{as_percent(share)} of requests"
-            )
-    return f"Nothing that was tried keeps the SLO for {as_percent(share)} of requests"
+    share = as_percent(latency["slo_share"])
+    options = latency["options"]
+    if not options or not options[0]["keeps_slo"]:
+        nothing = f"Nothing that was tried keeps the SLO for {share} of requests"
+        closest = "".join(f": {each['named']} for {as_percent(each['slo_ratio'])}" for each in options[:1])
+        return f"{nothing}{closest}"
+    best = options[0]
+    instead = next((f", or {each['named']}," for each in options[1:] if each["name"] == "devices"), "")
+    is_one = best["devices"] == 1 and " and " not in best["named"] and not instead
+    verb = "keeps" if is_one else "keep"
+    text = f"{best['named']}{instead} {verb} the SLO for {share} of requests"
+    if latency["confidence"] is not None:
+        text += f", {latency['confidence']['text']}"
+    sentences = [*_spare(latency["sensitivity"]), text]
+    if latency["prices"]["currency"]:
+        sentences.append(_money(best, latency["prices"]["currency"]))
+    return ". ".join(sentences)
+
+
+def _spare(sensitivity: Mapping[str, Any]) -> list[str]:
+    """Return a sentence on memory and rate that the answer does not need; empty if it needs most of both."""
+    rate = (sensitivity.get("rate") or {}).get("up_to")
+    share = (sensitivity.get("memory") or {}).get("share", 1.0)
+    if rate is None or rate < OVERPROVISIONED or share > 1 / OVERPROVISIONED:
+        return []
+    return [f"{as_percent(share)} of the KV memory would be enough, and all of it lasts to {rate:.3g} times the rate"]
+
+
+def _money(option: Mapping[str, Any], currency: str) -> str:
+    per_hour, per_million = option["price_per_hour"], option["price_per_million_tokens"]
+    text = f"It costs {currency} {per_hour:,.2f} an hour"
+    return text if per_million is None else f"{text}, {currency} {per_million:,.4f} per million tokens"
 
 
 def _of_curve(plan: Mapping[str, Any]) -> str:
@@ -447,7 +503,9 @@ def _of_curve(plan: Mapping[str, Any]) -> str:
         point = knees[len(knees) // 2]
         knee = f"{point['pages']:,} pages{in_memory(point['pages'], config)}, the knee, find "
         knee += f"{as_hits(point['hit_ratio'])} of prompt tokens; "
-    return f"{knee}{pages:,} pages{in_memory(pages, config)} find all that can be found, {as_percent(most)}"
+    return (
+        f"{knee}{pages:,} pages{in_memory(pages, config)}, the working set, find all that there is, {as_percent(most)}"
+    )
 
 
 def _without_host(plan: Mapping[str, Any]) -> float | None:
@@ -456,30 +514,35 @@ def _without_host(plan: Mapping[str, Any]) -> float | None:
     return ratio
 
 
-def render_fleets(plan: dict[str, Any]) -> str:
+def render_fleets(plan: dict[str, Any]) -> Document:
     """Return the front, the answer and the options, with a line end."""
     fleets = plan["fleets"]
     share = fleets["slo_share"]
-    lines = [plan["trace"], *heading_of(plan["config"]), "", *wrapped(f"{plan['advice']}.")]
+    lines: list[str | Table] = [plan["trace"], *heading_of(plan["config"]), "", *wrapped(f"{plan['advice']}.")]
+    lines += _interrupted(fleets)
     if fleets["links_are_free"]:
         lines += wrapped("Transfers of KV take no time here: give the rate of the links, --transfer rate=50GB/s.")
     of_all = f"{fleets['num_replayed']:,} of {fleets['num_fleets']:,} fleets were replayed"
     lines += ["", f"fleets of at most {fleets['gpus']:,} devices that no other beats; {of_all}", ""]
-    heads = (
-        f"{'devices':>7}{'hours':>8}{'goodput/s':>10}{'per device':>11}{'SLO kept':>9}{'TTFT p99':>10}{'TPOT p99':>9}"
-    )
-    lines.append(f"{heads}  fleet")
-    lines += [
-        f"{point['devices']:>7,}{point['device_hours']:>8.3f}{number(point['goodput_per_s']):>10}"
-        f"{number(point['goodput_per_s_per_device']):>11}{as_percent(point['slo_ratio'], bound=share):>9}"
-        f"{as_duration(point['ttft_ms']['p99']):>11}{as_duration(point['tpot_ms']['p99']):>9}  {point['name']}"
+    columns = [
+        Column("devices", 7), Column("hours", 8), Column("goodput/s", 10), Column("per device", 11),
+        Column("SLO kept", 9), Column("TTFT p99", 11), Column("TPOT p99", 9), Column("  fleet", 0, is_text=True),
+    ]  # fmt: skip
+    rows = [
+        [
+            f"{point['devices']:,}",
+            f"{point['device_hours']:.3f}",
+            number(point["goodput_per_s"]),
+            number(point["goodput_per_s_per_device"]),
+            as_percent(point["slo_ratio"], bound=share),
+            as_duration(point["ttft_ms"]["p99"]),
+            as_duration(point["tpot_ms"]["p99"]),
+            f"  {point['name']}",
+        ]
         for point in fleets["front"]
     ]
-    for option in fleets["options"]:
-        lines += ["", *wrapped(f"{option['name']}: {option['what']}")]
-        for note in [*option["notes"], *option["would_change"]]:
-            lines += wrapped(note, first="  ", rest="  ")
-        lines.append(f"  {option['command']}")
+    lines.append(Table(columns, rows))
+    lines += _recommended(fleets["options"])
     if "scaler" in fleets:
         lines += _scaler(fleets["scaler"], share)
     lines += _assumption(fleets)
@@ -491,7 +554,7 @@ def render_fleets(plan: dict[str, Any]) -> str:
     for why, kinds in reasons.items():
         more = f" and {len(kinds) - 1:,} more" if len(kinds) > 1 else ""
         lines += wrapped(f"left out: {kinds[0]}{more}: {why}")
-    return "\n".join(lines) + "\n"
+    return Document.of(lines)
 
 
 def _assumption(fleets: dict[str, Any]) -> list[str]:

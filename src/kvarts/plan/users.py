@@ -16,7 +16,6 @@ import msgspec
 
 from kvarts.base.errors import ConfigError
 from kvarts.base.processes import Inquiry, Processes
-from kvarts.plan.league import find_policy
 from kvarts.plan.replays import guesses, share_kept
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay_one
@@ -88,38 +87,56 @@ class UsersPlan:
         added. `options` are replays of the failing number of users, each with one more option: an eviction policy, a
         router, or KV that is pinned between turns.
         """
+        found: dict[str, Any] = {"fits": None, "fails_at": None, "host": None, "options": []}
+        is_complete = True
         with self._processes:
-            return self._searched_through()
-
-    def _searched_through(self) -> dict[str, Any]:
-        fits = fails = host = None
-        options: list[dict[str, Any]] = []
-        if self._has_slo:
-            fits, fails = self._search(0, self._low)
-            if fails is not None:
-                host = self._host(fits, fails)
-                options = self._options(fails)
-        else:
-            loads = [_Load(0, users) for users in sorted({self._low, (self._low + self._high) // 2, self._high})]
-            self._asked(lambda asked: asked.all(loads))
+            try:
+                self._search_through(found)
+            except KeyboardInterrupt:
+                if not self._found:
+                    raise
+                is_complete = False
+                if found["fits"] is None and found["fails_at"] is None:
+                    found |= self._bracket()
         return {
             "slo": {name: getattr(self._config.slo, name) for name in self._config.slo.__struct_fields__},
             "slo_share": self._slo_share if self._has_slo else None,
             "num_sessions": self._num_sessions,
             "num_devices": self._num_devices,
-            "fits": fits,
-            "fails_at": fails,
+            **found,
             "points": self._points(0),
-            "host": host,
-            "options": options,
+            "is_complete": is_complete,
         }
+
+    def _search_through(self, found: dict[str, Any]) -> None:
+        """Put the results of searches into `found`, one after the other."""
+        if not self._has_slo:
+            loads = [_Load(0, users) for users in sorted({self._low, (self._low + self._high) // 2, self._high})]
+            self._asked(lambda asked: asked.all(loads))
+            return
+        fits, fails = self._search(0, self._low)
+        found |= {"fits": fits, "fails_at": fails}
+        if fails is not None:
+            found["host"] = self._host(fits, fails)
+            found["options"] = self._options(fails)
+
+    def _bracket(self) -> dict[str, Any]:
+        """Return the most users so far that keep the SLO, and the fewest above them that do not."""
+        kept = {
+            load.users: (share_kept(summary) or 0.0) >= self._slo_share
+            for load, summary in self._found.items()
+            if not load.host_bytes and self._has_slo
+        }
+        fits = max((users for users, keeps in kept.items() if keeps), default=None)
+        missed = (users for users, keeps in kept.items() if not keeps and users > (fits or 0))
+        return {"fits": fits, "fails_at": min(missed, default=None)}
 
     def _options(self, users: int) -> list[dict[str, Any]]:
         """Return a replay for each option that the configuration does not have, with the `option`."""
         config = self._config
         more: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
         if "orders" not in config.features:
-            more["--eviction auto"] = {"eviction": find_policy("auto", self._trace)}, {"eviction": "auto"}
+            more["--eviction auto"] = {"eviction": "auto"}, {"eviction": "auto"}
         if config.replicas > 1:
             for router in ROUTERS:
                 if router != config.router:

@@ -22,21 +22,25 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvarts.base.decoders import UNDECODED
 from kvarts.base.errors import ConfigError
 from kvarts.base.limits import check_whole
+from kvarts.base.terminal import in_line
 from kvarts.plan.curve import lru_curve, stack_distances
 from kvarts.plan.reuse import Reuse, find_reuse
-from kvarts.proof.explain.hits import HitLedger
+from kvarts.proof.explain.hits import HitLedger, hit_ledger, stored_ledger
+from kvarts.proof.explain.reading import Journal
+from kvarts.proof.journal import AdmittedLine
 from kvarts.sim.traffic.formats import form_of, load_trace
 from kvarts.sim.traffic.messages import load_messages
 from kvarts.sim.traffic.prompts import WORDS, Chat, Prompts, reasoning_of
 from kvarts.sim.traffic.trace import Trace
 from kvarts.sim.traffic.trace_file import TraceFile
 
-__all__ = ["RULES", "Loss", "Rule", "Why", "why", "why_of_ledger"]
+__all__ = ["RULES", "Loss", "Rule", "Why", "why", "why_of_journal"]
 
 PAGE_SIZE = 16
-KEPT_CHARS = 48 << 20
+KEPT_CHARS, ID_CHARS = 48 << 20, 32
 """Characters of earlier requests that are kept to compare later ones with."""
 MOST_CAUSES = 3
 LEAST_TOKENS = 8
@@ -83,11 +87,14 @@ class Loss(msgspec.Struct):
 
 
 class Why(msgspec.Struct, frozen=True):
-    """Hits of a trace, and what costs hits, the most first. `recorded_tokens`: hits that its usage records."""
+    """Hits of a trace, and what costs hits, the most first. `recorded_tokens`: hits that its usage records.
+
+    `hit_tokens`: None where they are not known.
+    """
 
     requests: int
     prompt_tokens: int
-    hit_tokens: int
+    hit_tokens: int | None
     page_size: int
     losses: list[Loss]
     notes: list[str] = []
@@ -100,18 +107,19 @@ class Why(msgspec.Struct, frozen=True):
 
     def to_text(self) -> str:
         """Return a table for people, with a line end."""
-        share = self.hit_tokens / max(1, self.prompt_tokens)
-        held = "if nothing is evicted" if self.pages is None else f"in {self.pages:,} pages"
-        lines = [
-            f"{self.requests:,} requests, {self.prompt_tokens:,} prompt tokens",
-            f"hits {share:.1%} ({self.hit_tokens:,} tokens), {held}, in pages of {self.page_size} tokens",
-        ]
+        lines = [f"{self.requests:,} requests, {self.prompt_tokens:,} prompt tokens"]
+        if self.hit_tokens is None:
+            lines = [f"{self.requests:,} stretches of stored pages, {self.prompt_tokens:,} tokens"]
+        else:
+            share = self.hit_tokens / max(1, self.prompt_tokens)
+            held = "if nothing is evicted" if self.pages is None else f"in {self.pages:,} pages"
+            lines.append(f"hits {share:.1%} ({self.hit_tokens:,} tokens), {held}, in pages of {self.page_size} tokens")
         if self.recorded_tokens is not None:
             lines.append(f"its usage records hits of {self.recorded_tokens:,} tokens")
-        if self.losses:
+        if self.losses and self.hit_tokens is not None:
             most = (self.hit_tokens + sum(loss.tokens for loss in self.losses)) / max(1, self.prompt_tokens)
             lines.append(f"without the losses below: {min(1.0, most):.1%}")
-        else:
+        elif not self.losses:
             lines.append("nothing costs hits: prompts share all that they have in common")
         for loss in self.losses:
             share = loss.tokens / max(1, self.prompt_tokens)
@@ -235,17 +243,36 @@ def _of_ids(trace: Trace, hits: Mapping[int, int], losses: dict[str, Loss]) -> N
             )
 
 
-def why_of_ledger(ledger: HitLedger, page_size: int) -> Why:
-    """Return what cost hits in a recorded run, by its hit ledger."""
+def why_of_journal(journal: Journal) -> Why:
+    """Return what cost hits in a run that `kvarts replay` recorded, or in an engine that `kvarts watch` followed.
+
+    KV events name stored pages and no requests, so that hits are not known: what was stored again counts.
+    """
+    if any(isinstance(line, AdmittedLine) for line in journal.lines):
+        return _of_ledger(hit_ledger(journal), journal.page_size)
+    found = _of_ledger(stored_ledger(journal), journal.page_size)
+    note = "KV events name no hits: requests are stretches of stored pages, and losses what was stored again"
+    return replaced(found, hit_tokens=None, notes=[note])
+
+
+def _of_ledger(ledger: HitLedger, page_size: int) -> Why:
     losses: dict[str, Loss] = {}
+    ended_by = ledger.ended_by
+    is_of_state = any("state" in name for name in ended_by) and not any("window" in name for name in ended_by)
     for kind, name in (
-        ("evicted", "evicted"), ("alignment", "block"), ("not_kept", "not kept"), ("recomputed", "preempted")
+        ("evicted", "evicted"), ("alignment", "block"), ("not_kept", "no state" if is_of_state else "not kept"),
+        ("recomputed", "preempted"), ("renamed", "other name"),
     ):  # fmt: skip
         if ledger.tokens.get(kind):
             loss = losses[name] = _new(name)
             loss.tokens = ledger.tokens[kind]
             loss.requests = sum(bool(of.get(kind)) for of in ledger.by_request.values())
-            loss.where = ledger.gone_for if kind == "evicted" else ""
+            if kind == "evicted":
+                loss.where = ledger.gone_for
+            elif kind == "not_kept":
+                loss.where = ", ".join(f"{count:,} hits ended by {group}" for group, (count, _) in ended_by.items())
+            elif kind == "alignment":
+                loss.where = f"pages of {page_size} tokens"
     hits = sum(tokens for kind, tokens in ledger.tokens.items() if kind.endswith("_hit"))
     found = sorted(losses.values(), key=lambda loss: (-loss.tokens, loss.rule))
     return Why(len(ledger.by_request), ledger.prompt_tokens, hits, page_size, found)
@@ -305,7 +332,7 @@ def _undo_volatile(ref: Chat, row: Chat) -> Pair | None:
     def of(values: Any) -> Any:
         try:
             return values and msgspec.json.decode(_VOLATILE.sub("0", encode(values).decode()))
-        except msgspec.DecodeError:  # a number such as 1E+5
+        except UNDECODED:  # a number such as 1E+5
             return values
 
     def blank(chat: Chat) -> Chat:
@@ -332,7 +359,7 @@ def _undo_json(ref: Chat, row: Chat) -> Pair | None:
         if isinstance(text, str) and text[:1] in ("{", "["):
             try:
                 return _canonical(msgspec.json.decode(text)).decode()
-            except (msgspec.DecodeError, RecursionError):
+            except UNDECODED:
                 return text
         return text if isinstance(text, str) else _canonical(text).decode()
 
@@ -506,7 +533,12 @@ RULES: tuple[Rule, ...] = (
     Rule("evicted", "the tokens were in the cache, and were evicted before they were used again",
          "more memory (--pages, --host-memory), or fewer sessions at a time on a replica"),
     Rule("not kept", "windows and states keep only some places of a prefix, and none where this prompt parts",
-         "--kv-groups all, or a shorter --prefix-cache-retention-interval in vLLM; or longer turns in common"),
+         "--prefix-cache-retention-interval N (kvarts and vLLM), or --kv-groups all; or longer turns in common"),
+    Rule("no state", "states are kept only where prompts and chunks end at a block, and none where this prompt parts",
+         "end what prompts share at a multiple of the block, or --prefix-cache-retention-interval N; a third prompt to "
+         "part there finds its state"),
+    Rule("other name", "the same tokens are on the device under another name: of another cache_salt, adapter or image",
+         "give one cache_salt to all who may share, and keep a session on one adapter"),
     Rule("preempted", "pages were taken from running requests, and computed again",
          "fewer sequences at a time (--max-seqs), or more memory"),
 )  # fmt: skip
@@ -560,7 +592,8 @@ class _Partings:
             self._compare(ref, chat, OF_OTHERS if is_other else RULES)
         for name in names:
             self._last[name] = self._row
-        size = sum(len(message["content"]) for message in chat.messages) + 2000
+        size = 2000 + sum(len(message["content"]) for message in chat.messages)
+        size += len(chat.prompt or ()) * (1 if isinstance(chat.prompt, str) else ID_CHARS)
         self._kept[self._row], self._sizes[self._row] = chat, size
         self._num_chars += size
         while self._num_chars > KEPT_CHARS and len(self._kept) > 1:
@@ -688,11 +721,7 @@ class _Partings:
             named = " and ".join(f"line {line}" for line in dict.fromkeys(line for each in lines for line in each))
             return f"{text} in what {named or 'the end'} of the template writes", _both(*self._texts(ref, row), at)
         if name in ("tool order", "tool keys", "tools"):
-            now, then = row.tools or [], ref.tools or []
-            pairs = enumerate(zip(map(encode, now), map(encode, then), strict=False))
-            at = next((place for place, (one, other) in pairs if one != other), min(len(now), len(then)))
-            tool = now[at].get("function", now[at]).get("name") if at < len(now) else "the end"
-            return f"{text} in tools[{at}] ({tool})", []
+            return f"{text} in {_tool_where(ref, row)}", []
         if name in ("salt", "model", "variables"):
             key = {"salt": "cache_salt", "variables": "chat_template_kwargs"}.get(name, name)
             return f"{text} in {key}: {_short(getattr(row, name))}, before {_short(getattr(ref, name))}", []
@@ -705,7 +734,16 @@ class _Partings:
         if isinstance(row.prompt, str) and isinstance(ref.prompt, str):
             at = _common(ref.prompt, row.prompt)
             return f"{text} in prompt, line {row.prompt.count(chr(10), 0, at) + 1}", _both(ref.prompt, row.prompt, at)
-        return text, []
+        return (f"{text} in {_tool_where(ref, row)}" if row.tools != ref.tools else text), []
+
+
+def _tool_where(ref: Chat, row: Chat) -> str:
+    """Return where the tools of two requests part, for people."""
+    now, then = row.tools or [], ref.tools or []
+    pairs = enumerate(zip(map(encode, now), map(encode, then), strict=False))
+    at = next((place for place, (one, other) in pairs if one != other), min(len(now), len(then)))
+    tool = now[at].get("function", now[at]).get("name") if at < len(now) else "the end"
+    return f"tools[{at}] ({in_line(str(tool))[:SHOWN_CHARS]})"
 
 
 def _names_of(chat: Chat) -> list[object]:
@@ -760,7 +798,7 @@ def _is_at_volatile(one: str, other: str) -> bool:
 
 
 def _place(chat: Chat) -> str:
-    return f"{Path(chat.file).name}:{chat.line}"
+    return f"{in_line(Path(chat.file).name)}:{chat.line}"
 
 
 def _both(before: str, mine: str, at: int) -> list[str]:

@@ -25,7 +25,7 @@ from kvarts.core.config import EngineConfig
 from kvarts.core.engine import Engine
 from kvarts.core.kv.groups import GroupMemory
 from kvarts.core.sampling import SamplingParams
-from kvarts.run.llm_engine import EngineDeadError, Gone, Listener, LLMEngine, Outbox, RequestFailedError
+from kvarts.run.llm_engine import EngineDeadError, Gone, Held, Listener, LLMEngine, RequestFailedError
 from kvarts.run.page_bytes import PageBytes, PageSlots
 from kvarts.run.text import Completion, Generation
 
@@ -59,7 +59,7 @@ class EngineLoop:
         self._listeners: dict[int, Listener] = {}
         self._unclaimed: list[Completion] = []
         self._error: BaseException | None = None
-        self.held: list[Outbox] = []
+        self.held: list[Held] = []
         """Buffers held while listeners receive a step, so that the reading thread does not compete with this one."""
 
     # Manual -----------------------------------------------------------------------------------------------
@@ -492,3 +492,9 @@ class ModelHost:
     memory: GroupMemory | None = None
     check_params: Callable[[SamplingParams], None] | None = None
     scores_attention: bool = False
+
+    @property
+    def num_gpu_blocks(self) -> int:
+        """The number of blocks that vLLM reports: with a start of vLLM, the null block included."""
+        start = getattr(self.config, "start", None)
+        return self.core.scheduler.cache.pool.total if start is None else int(start.num_blocks)

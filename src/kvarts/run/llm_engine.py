@@ -26,6 +26,7 @@ __all__ = [
     "EngineDeadError",
     "Generations",
     "Gone",
+    "Held",
     "LLMEngine",
     "Listener",
     "Outbox",
@@ -72,6 +73,16 @@ class Listener(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """Receive an error that replaces the completion of the request."""
+
+
+class Held(Protocol):
+    """A buffer of what listeners send. Called in the engine's thread."""
+
+    def hold(self) -> None:
+        """Begin to collect: a step has ended, and listeners receive its outcome."""
+
+    def release(self) -> None:
+        """Send the collected updates."""
 
 
 class Gone(Exception):  # noqa: N818  # not an error: nothing listens any more

@@ -7,6 +7,7 @@ a sequence can therefore be predicted from its history.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from hashlib import sha256
 from math import log
 
 import msgspec
@@ -23,7 +24,7 @@ from kvarts.core.sched.plan import StepPlan, StepResult
 from kvarts.run.flat_batch import FlatBatch, PageTables, StateTables
 from kvarts.run.page_bytes import PageSlots
 
-__all__ = ["MockExecutor", "even_logprobs", "next_token", "next_tokens", "seed_of"]
+__all__ = ["MockExecutor", "Vocabulary", "even_logprobs", "natural_length", "next_token", "next_tokens", "seed_of"]
 
 Tokens = npt.NDArray[np.uint64]
 
@@ -69,6 +70,23 @@ def even_logprobs(token: int, num_top: int, vocab_size: int) -> TopLogprobs:
     """Return the `num_top` likeliest tokens in place of `token`, where all of a vocabulary are equally likely."""
     logprob = -log(vocab_size)
     return tuple(((token + place) % vocab_size if place else token, logprob) for place in range(num_top))
+
+
+def natural_length(mean_tokens: int, tokens: Sequence[int], seed: int | None) -> int:
+    """Return the length of an answer without a requested length: around `mean_tokens`, drawn from prompt and seed."""
+    tail = b"".join(token.to_bytes(8, "little") for token in tokens[-64:])
+    drawn = int.from_bytes(sha256(tail + str((len(tokens), seed)).encode()).digest()[:8], "little")
+    return max(1, mean_tokens // 2 + drawn % (mean_tokens + 1))
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """The tokens that a mock writes. It draws numbers below `num_drawn`, which `vary` replaces by ids of tokens, given
+    the tokens before them; prompts have ids below `size`.
+    """
+
+    num_drawn: int
+    vary: Callable[[Tokens, Tokens], Tokens]
+    size: int
 
 
 class _Mocked(msgspec.Struct):
@@ -210,7 +228,9 @@ class MockExecutor:
                 sampled[batch.sampled_rows] = chosen
                 if self._watched or self._counted:
                     stopped = self._stopped(batch, chosen.tolist())
-        end_ns = start_ns + round(self._cost.step_ns(plan.batch.as_seen()) / self._speedup)
+        # As in a replay, a step that only preempts takes no time.
+        step_ns = self._cost.step_ns(plan.batch.as_seen()) if plan.batch.num_decodes or plan.batch.chunks else 0
+        end_ns = start_ns + round(step_ns / self._speedup)
         self._clock.wait_until_ns(end_ns)
         now_ns = self._clock.now_ns()
         self.late_ns = max(self.late_ns, now_ns - end_ns)

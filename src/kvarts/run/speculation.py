@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.base.errors import ConfigError
+from kvarts.base.decoders import UNDECODED
+from kvarts.base.errors import ConfigError, problem_of
 from kvarts.base.limits import brief, check_whole
 from kvarts.core.request import Request
 from kvarts.core.sched.drafts import Drafter
@@ -88,8 +89,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 return cls(method=given)  # type: ignore[arg-type]
             try:
                 given = msgspec.json.decode(given)
-            except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-                raise ConfigError(f"is no JSON: {error}", field="speculative_config") from error
+            except UNDECODED as error:
+                raise ConfigError(f"is no JSON: {problem_of(error)}", field="speculative_config") from error
         if not isinstance(given, Mapping):
             raise ConfigError(
                 f"must be a name or a mapping, got {brief(given)}",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvarts.core.request import Request, RequestState
-from kvarts.sim.report.requests import NO_REPLICA, RequestLog
+from kvarts.sim.report.requests import NO_REPLICA, REJECTED, RequestLog
 from kvarts.sim.router import Informed, Routed, Router
 from kvarts.sim.traffic.source import Source
 from kvarts.sim.traffic.trace import Trace, TraceRequest
@@ -26,6 +26,9 @@ class SessionsKept(Protocol):
 
     def replica_of(self, row: TraceRequest, now_ns: int) -> int | None:
         """Return the replica that has the session of `row`; None if none has: the router then chooses."""
+
+    def expired(self, now_ns: int) -> list[str]:
+        """Return the sessions that the next arrival, at `now_ns`, removes."""
 
     def begin(self, request: Request, row: TraceRequest, replica: int) -> str | None:
         """Make `request` the next turn of its session; return the reason if it cannot be, else None."""
@@ -102,6 +105,10 @@ class Arrivals(Informed):
             stops=self._stops,
         )
         return request, row
+
+    def expires(self, now_ns: int) -> bool:
+        """Return whether the next arrival, at `now_ns`, ends sessions that were idle for too long, on any engine."""
+        return self._sessions is not None and bool(self._sessions.expired(now_ns))
 
     def choose(self, request: Request, row: TraceRequest, now_ns: int) -> int | None:
         """Return the number of the engine for `request`, which arrives at `now_ns`.
@@ -181,9 +188,11 @@ class Arrivals(Informed):
         if not is_sent_again:
             self.source.done(row, end_ns)
 
-    def reject(self, request: Request, row: TraceRequest, index: int, reason: str, now_ns: int) -> None:
-        """Record that `request` was refused at `now_ns`, because of `reason`."""
-        self.log.reject(request, row, index, reason)
+    def reject(
+        self, request: Request, row: TraceRequest, index: int, reason: str, now_ns: int, status: int = REJECTED
+    ) -> None:
+        """Record that `request` was refused at `now_ns`, or with FAILED that it ended early, because of `reason`."""
+        self.log.reject(request, row, index, reason, status)
         if self.is_told:
             self.router.ended(request.index)
         if self._sessions is not None:

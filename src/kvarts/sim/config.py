@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 import msgspec
 
 from kvarts.base.errors import ConfigError
-from kvarts.base.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, MOST_SECONDS, check_number, check_whole
-from kvarts.base.settings import Given, Section, SettingError, given_by_keywords, given_in, setting, settings_of
-from kvarts.base.user_code import code_named, is_code_name
-from kvarts.core.config import EngineConfig, Slo, StateMode
+from kvarts.base.limits import (
+    MOST_MS,
+    MOST_PAGES,
+    MOST_REPLICAS,
+    MOST_SECONDS,
+    brief,
+    check_number,
+    check_whole,
+    whole_number,
+)
+from kvarts.base.settings import (
+    Given,
+    Section,
+    SettingError,
+    given_by_keywords,
+    given_in,
+    keyword_of,
+    setting,
+    settings_of,
+)
+from kvarts.base.user_code import code_named, is_code_name, maker_of
+from kvarts.core.config import BatchRules, Slo, StateMode
 from kvarts.core.tiers.config import TIERS, OffloadConfig
-from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolve_hardware
+from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, keeps_less, plans_batches, resolve_hardware
 from kvarts.sim.routers.config import Routing
 from kvarts.sim.routers.policies import POLICIES
 from kvarts.sim.sessions import SessionReplay
-from kvarts.sim.vllm_start import VERSIONS, VllmStart
+from kvarts.sim.sglang import SGLANG_NAMES, SglangSettings
+from kvarts.sim.vllm_start import NEWEST, VERSIONS, StartRefusedError, VllmStart, rules_of
 
 if TYPE_CHECKING:
     from kvarts.core.executor import CostModel
     from kvarts.core.kv.eviction import EvictionOrder
     from kvarts.core.kv.groups import GroupMemory, PartGroup
     from kvarts.core.sched.policy import AdmissionPolicy
-    from kvarts.sim.router import RouterMaker
+    from kvarts.core.sched.running import Running
+    from kvarts.core.tiers.hicache import HostMemory
+    from kvarts.cost.roofline_settings import HeldOut
     from kvarts.sim.traffic.source import Source
     from kvarts.sim.traffic.trace import Trace
 
@@ -38,7 +59,9 @@ __all__ = [
     "Slo",
     "check_token_bytes",
     "engine_of",
+    "is_of_start",
     "make_config",
+    "reason_of",
     "resolve_replay",
     "with_engine",
 ]
@@ -55,6 +78,7 @@ class EngineSet(msgspec.Struct, frozen=True, kw_only=True):
 
     max_batched_tokens: int | None = None
     max_seqs: int | None = None
+    page_size: int | None = None
     memory_fraction: float
     async_scheduling: bool
     frontend_ms: float
@@ -74,7 +98,7 @@ ENGINES: dict[EngineName, EngineSet] = {
     "vllm": EngineSet(
         max_batched_tokens=8192,
         max_seqs=1024,
-        memory_fraction=0.9,
+        memory_fraction=0.92,
         async_scheduling=True,
         frontend_ms=6.0,
         full_prompt_hits=True,
@@ -82,8 +106,9 @@ ENGINES: dict[EngineName, EngineSet] = {
     "sglang": EngineSet(
         max_batched_tokens=8192,
         max_seqs=2048,
+        page_size=1,
         memory_fraction=0.88,
-        async_scheduling=True,
+        async_scheduling=False,
         frontend_ms=25.0,
         separate_passes=True,
     ),
@@ -98,11 +123,25 @@ documents the time of its front end; it was fitted to measured times to first to
 """
 
 
+BEFORE = {"vllm": ((0, 14), {"async_scheduling": False})}
+"""Defaults of an engine before a version, where they were others: vLLM planned no step ahead before 0.14."""
+
+
 def engine_of(name: str) -> EngineSet | None:
-    """Return the defaults of an engine; None for `none`. Raise SettingError for an unknown one."""
-    if name not in get_args(EngineName):
-        raise SettingError(f"must be one of {', '.join(get_args(EngineName))}, got {name!r}", "engine")
-    return ENGINES.get(name)  # type: ignore[call-overload, no-any-return]
+    """Return the defaults of an engine, or NAME==VERSION; None for `none`. Raise SettingError for an unknown one."""
+    if name in get_args(EngineName):
+        return ENGINES.get(name)  # type: ignore[call-overload, no-any-return]
+    base, _, version = name.partition("==")
+    numbers = [number for text in version.split(".") if (number := whole_number(text)) is not None]
+    if base not in ENGINES or len(numbers) <= version.count("."):
+        hint = f"Use one of {', '.join(get_args(EngineName))}, or NAME==VERSION."
+        raise SettingError(f"{brief(name)} is not an engine", "engine", hint=hint)
+    known = f"{base}=={'.'.join(version.split('.')[:2])}"
+    if known != name and known in ENGINES:
+        raise SettingError("is a release of one version, by which it is known", "engine", hint=f"Give {known}.")
+    engine = ENGINES[base]
+    first, changes = BEFORE.get(base, ((), {}))
+    return msgspec.structs.replace(engine, **changes) if tuple(numbers) < first else engine
 
 
 def with_engine(given: Given, *structs: type) -> Given:
@@ -123,8 +162,9 @@ MOST_COST_FACTOR = 1e6
 MOST_RETRIES = 1000
 if TYPE_CHECKING:
     StepCost = Any  # a CostModel, or a callable: checked where it is used
-    EvictionMaker = Callable[[], EvictionOrder]
-    AdmissionMaker = Callable[[], AdmissionPolicy]
+    EvictionMaker = Any  # a name, a class or an object, until it is replaced by a factory
+    AdmissionMaker = Any
+    RouterMaker = Any
     PartGroups = tuple[PartGroup, ...]
 else:  # the rooms of these are imported where they are used: help prints these names and their docstrings
 
@@ -132,13 +172,13 @@ else:  # the rooms of these are imported where they are used: help prints these 
         """A cost model, or a function of a Batch that returns the milliseconds of the step."""
 
     class EvictionMaker:
-        """Makes the EvictionOrder of a replica: a class, or a function without arguments."""
+        """Makes the EvictionOrder of a replica: a name, a class, a function without arguments, or an object to copy."""
 
     class AdmissionMaker:
-        """Makes the AdmissionPolicy of a replica: a class, or a function without arguments."""
+        """Makes the AdmissionPolicy of a replica: `priority`, a class, a function, or an object to copy."""
 
     class RouterMaker:
-        """Makes the policy of a router: a class, or a function without arguments."""
+        """Makes the policy of a router: a class, a function without arguments, or an object to copy."""
 
     class PartGroups:
         """A tuple of PartGroups."""
@@ -166,7 +206,7 @@ def _default_admission() -> Callable[[], AdmissionPolicy]:
 
 
 class ReplayConfig(
-    EngineConfig,
+    SglangSettings,
     frozen=True,
     kw_only=True,
     forbid_unknown_fields=True,
@@ -181,12 +221,19 @@ class ReplayConfig(
     `sessions`: the state that engines keep of sessions between turns; without it, a turn is a request like any other.
 
     Some fields can be set in Python only. `groups`: PartGroups to count if `kv_groups` is not off and no model provides
-    them. `whole_pages`: why they are not counted although they are the default. `start`: the start of vLLM that decides
-    the number of blocks. `placement`: the names of the model and
-    the device from which `cost` and `num_pages` were derived, for reports. `router`, if not a name: a callable that
-    makes the Router of a replay. `eviction`: a callable that makes the EvictionOrder of a replica (LruOrder by
-    default). `admission`: a callable that makes its AdmissionPolicy (PriorityPolicy by default). Each callable is a
-    class, or a function without arguments.
+    them. `whole_pages`: why they are not counted although they are the default. `not_started`: why the replay is not of
+    a start of vLLM although that is the default, or the engine `vllm` is given. `start`: the start of vLLM that decides
+    the number of blocks. `placement`: the names of the model and the device from which `cost` and `num_pages` were
+    derived, for reports. `eviction`: the EvictionOrder of each replica (`lru`, by default, `auto` and others).
+    `admission`: its AdmissionPolicy (`priority` by default). Where `router`, `eviction`, `admission` or `cost` goes, so
+    does a name, module:Class, a class, a function without arguments that makes an object, or an object; each replica
+    has a copy.
+
+    >>> from kvarts import ReplayConfig
+    >>> ReplayConfig(num_pages=2_000, page_size=512, replicas=2, router="prefix", eviction="auto").pool_tokens
+    1024000
+    >>> ReplayConfig.for_device("llama-3.1-8b", "h100-80gb", host_memory="64GiB", slo_ttft_ms=500).num_pages
+    28392
     """
 
     cost: Annotated[
@@ -233,10 +280,13 @@ class ReplayConfig(
         float, setting("Divide arrival times by X, and session delays too: an open loop.", metavar="X")
     ] = 1.0
     engine: Annotated[
-        EngineName,
+        str,
         setting(
             "Engine whose defaults apply to options that are not given: tokens per step, requests, fraction of memory, "
-            "asynchronous scheduling, front end."
+            "asynchronous scheduling, front end, and step times: vllm, sglang, tensorrt-llm, or a version, as in "
+            "sglang==0.5.12. sglang decides as SGLang's scheduler, all others as vLLM's.",
+            metavar="NAME",
+            default="none; vllm for a model on a device with layers that keep less",
         ),
     ] = "none"
     async_scheduling: Annotated[
@@ -253,11 +303,19 @@ class ReplayConfig(
             "when it knows that."
         ),
     ] = False
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"],
+        setting(
+            "Order of requests. fcfs: larger priorities first, then as they arrive; priority: as vLLM's policy of that "
+            "name, in which the texts of ids decide between requests that arrive at the same time, and the last to "
+            "arrive is preempted first."
+        ),
+    ] = "fcfs"
     mamba_cache_mode: Annotated[
         StateMode,
         setting(
-            "States that layers keep for prefixes. snapshots: as the key `snapshots`; as in vLLM, all: after every "
-            "page, or align: at the ends of chunks, which end at pages."
+            "States that layers keep for prefixes. snapshots: kvarts' own, as the key `snapshots`; align: vLLM's, at "
+            "the ends of chunks, which end at pages; all: after every page, an ideal that no model of vLLM has."
         ),
     ] = "snapshots"
     prefix_cache_retention_interval: Annotated[
@@ -311,6 +369,7 @@ class ReplayConfig(
     placement: Placement | None = None
     groups: PartGroups = ()
     whole_pages: str = ""
+    not_started: str = ""
     start: VllmStart | None = None
     eviction: EvictionMaker = msgspec.field(default_factory=_default_eviction)
     admission: AdmissionMaker = msgspec.field(default_factory=_default_admission)
@@ -320,18 +379,27 @@ class ReplayConfig(
         """Return the configuration of `model` on `device`: step times of a roofline, and as many pages as fit.
 
         `model` and `device` are presets, or files as the command line takes them; `kvarts model list` lists both.
-        `settings` are the options of `kvarts replay` by their names: `replicas=2`, `kv_memory="40GiB"`,
-        `host_memory="96GiB"`, `tensor_parallel=2`, `slo_ttft_ms=3000`. `eviction`, `admission`, `slo` and a custom
-        `router` are objects. Raise ConfigError that names the argument.
+        `settings`: as for `of_options`. Raise ConfigError that names the argument.
         """
-        names = ("admission", "eviction", "slo", *(("router",) if callable(settings.get("router")) else ()))
-        objects = {name: settings.pop(name) for name in names if name in settings}
+        return cls.of_options(model=model, device=device, **settings)
+
+    @classmethod
+    def of_options(cls, **settings: Any) -> ReplayConfig:
+        """Return a configuration by the names of options of `kvarts replay`.
+
+        `replicas=2`, `kv_memory="40GiB"`, `host_memory="96GiB"`, `tensor_parallel=2`, `slo_ttft_ms=3000`; and objects
+        where the configuration has them: `slo=Slo(...)`, `offload=OffloadConfig(...)`, `cost`, `router`, `eviction`,
+        `admission`. Raise ConfigError that names the argument.
+        """
+        objects = {name: value for name, value in settings.items() if _is_object(name, value)}
+        values = {name: value for name, value in settings.items() if name not in objects}
         sections = [*SECTIONS, *TABLES]
-        given = given_by_keywords({"model": model, "device": device, **settings}, sections)
-        return msgspec.structs.replace(resolve_replay(given, sections), **objects)
+        made = resolve_replay(given_by_keywords(values, sections), sections)
+        return msgspec.structs.replace(made, **objects)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._find_code()
         check_whole(self.replicas, "replicas", most=MOST_REPLICAS)
         if self.router != "round-robin" or self.routing is not None:
             self.routing_settings.check(self.router, has_pages=not self.no_prefix_caching)
@@ -353,18 +421,36 @@ class ReplayConfig(
                 "speedup",
                 hint="Give {concurrency} or {speedup}, not both.",
             )
-        if not callable(self.cost) and not hasattr(self.cost, "decode_ns"):
-            raise SettingError(f"{self.cost!r} is neither a cost model nor callable", "cost")
         self._check_ranks()
         self._check_groups()
         check_features(self.features)
-        for field in ("eviction", "admission"):
-            if not callable(getattr(self, field)):
-                raise SettingError(
-                    f"{getattr(self, field)!r} is not callable",
-                    field,
-                    hint="Give a class, or a function that makes one: each replica gets its own.",
-                )
+        self._check_batches()
+        if self.scheduling_policy != "fcfs" and self.admission is not _default_admission():
+            raise SettingError("does not go with an order of your own", "scheduling_policy", hint="Leave it out.")
+
+    def _find_code(self) -> None:
+        """Replace names, classes and objects by factories of one object per replica. Raise ConfigError."""
+        replace = msgspec.structs.force_setattr
+        if self.eviction is not _default_eviction():
+            replace(self, "eviction", order_of(self.eviction))
+        if self.admission is not _default_admission():
+            replace(self, "admission", _admission_of(self.admission))
+        if not isinstance(self.router, str):
+            router = maker_of(self.router, "choose")
+            if router is None:
+                name = getattr(self.router, "__name__", None) or brief(self.router)
+                hint = "See kvarts.policies.RouterPolicy for what a router has, or give a name, or module:Class."
+                raise SettingError(f"{name} has no choose", "router", hint=hint)
+            replace(self, "router", router)
+        if isinstance(self.cost, str | type):
+            replace(self, "cost", _cost_of(self.cost))
+        if not callable(self.cost) and not hasattr(self.cost, "decode_ns"):
+            raise SettingError(f"{self.cost!r} is neither a cost model nor callable", "cost")
+
+    def of_trace(self, trace: Trace) -> ReplayConfig:
+        """Return the configuration, with an eviction order that has the facts it needs of `trace`."""
+        make = getattr(self.eviction, "of_trace", None)
+        return self if make is None else msgspec.structs.replace(self, eviction=make(trace))
 
     @property
     def features(self) -> dict[str, str]:
@@ -378,17 +464,22 @@ class ReplayConfig(
             "states_by_page": by_page,
             "sinks": any(group.layer.sink for group in self.groups) and "kv_groups",
             "windows": getattr(self.sessions, "window", None) is not None and "sessions.window",
-            "tiers": self.offload is not None and "offload",
+            "tiers": (self.offload is not None and "offload") or next(iter(self.given_host_sizes), ""),
+            "files": self.offload is not None and any(self.offload.are_files) and "offload",
             "layers": getattr(self.offload, "load_overlap", "none") == "layers" and "offload.load_overlap",
             "async_loads": getattr(self.offload, "load_kv", "placed") == "async" and "offload.load_kv",
             "sync_loads": getattr(self.offload, "load_kv", "placed") == "sync" and "offload.load_kv",
             "orders": self.eviction is not _default_eviction() and "eviction",
             "bound": self.max_itl_ms is not None and "max_itl_ms",
+            "cadence": self.prefill_schedule_interval > 1 and "prefill_schedule_interval",
             "mocker": self.profile == "mocker" and "profile",
             "sessions": self.sessions is not None and "sessions",
             "late_events": getattr(self.routing, "event_lag_ns", 0) > 0 and "routing.event_lag",
             "ranks": getattr(self.cost, "num_ranks", 1) > 1 and "data_parallel",
             "uncached": self.no_prefix_caching and "no_prefix_caching",
+            "batches": self.plans_batches and "engine",
+            "start": self.start is not None and "engine",
+            "sizes": any(group.block_pages > 1 for group in self.groups) and "engine",
         }
         return {name: field for name, field in of_field.items() if field}
 
@@ -407,6 +498,21 @@ class ReplayConfig(
         """The time after sending a request at which clients give it up; None for never."""
         return None if self.client_timeout_s is None else round(self.client_timeout_s * 1e9)
 
+    def concurrency_of(self, trace: Trace) -> int | None:
+        """Return the number of requests in flight of a closed loop; None if requests arrive at their times."""
+        of_trace = trace.concurrency if self.speedup == 1.0 else None
+        return of_trace if self.concurrency is None else self.concurrency
+
+    def held_out(self, trace: Trace) -> Mapping[str, HeldOut] | None:
+        """Return the errors of such predictions for measurements that the constants were not fitted to, by metric.
+
+        Empty if nothing like it was measured; None if the cost model does not consist of the constants that ship.
+        """
+        if not getattr(self.cost, "is_shipped", False):
+            return None
+        errors: Mapping[str, HeldOut] = self.cost.held_out("open" if self.concurrency_of(trace) is None else "closed")
+        return errors
+
     def source(self, trace: Trace) -> Source:
         """Return the source that determines when the requests of `trace` arrive.
 
@@ -414,10 +520,9 @@ class ReplayConfig(
         """
         from kvarts.sim.traffic.source import source_of, with_pauses
 
-        of_trace = trace.concurrency if self.speedup == 1.0 else None
         return source_of(
             with_pauses(trace) if self.profile == "mocker" else trace,
-            concurrency=of_trace if self.concurrency is None else self.concurrency,
+            concurrency=self.concurrency_of(trace),
             speedup=self.speedup,
             delay_ns=self.frontend_ns,
             retries=self.retries,
@@ -460,10 +565,10 @@ class ReplayConfig(
                 hint="Leave it out.",
             )
         if self.retention_interval is not None and (
-            self.offload is not None or self.sessions is not None or any(group.layer.sink for group in self.groups)
+            self.sessions is not None or any(group.layer.sink for group in self.groups)
         ):
             raise SettingError(
-                "does not go with tiers, sessions or sinks",
+                "does not go with sessions or sinks",
                 "prefix_cache_retention_interval",
                 hint="Give {prefix_cache_retention_interval} none, or leave them out.",
             )
@@ -488,10 +593,10 @@ class ReplayConfig(
 
         For one model only: with several, the page size in bytes of each is not known here.
         """
-        if self.offload is None or self.kv_groups != "off":
+        if self.below is None or self.kv_groups != "off":
             return
         try:
-            self.offload.sizes(self.page_size)
+            self.below.sizes(self.page_size)
         except SettingError as error:
             what, hint = error.texts
             fields = (field if field.startswith("tier.") else f"offload.{field}" for field in error.fields)
@@ -500,9 +605,36 @@ class ReplayConfig(
     @property
     def tiers(self) -> dict[str, int]:
         """The pages of each tier below the device, by its name; blocks where KV groups are counted."""
-        if self.offload is None:
+        if self.below is None:
             return {}
-        return self.offload.sizes(self.page_size, None if self.kv_groups == "off" else self.memory)
+        return self.below.sizes(self.page_size, None if self.kv_groups == "off" else self.memory)
+
+    @property
+    def below(self) -> OffloadConfig | None:
+        """The tiers below the device: `offload`, with the size of host memory that SGLang's settings say."""
+        if not self.given_host_sizes:
+            return self.offload
+        offload = OffloadConfig() if self.offload is None else self.offload
+        num_tokens = int(self.pool_tokens * self.hicache_ratio)
+        if self.hicache_size:
+            num_tokens = int(self.hicache_size * 1e9 / offload.kv_bytes_per_token)
+        return msgspec.structs.replace(offload, host_pages=num_tokens // self.page_size + 1)
+
+    @property
+    def host(self) -> HostMemory | None:
+        """Host memory below the radix cache of SGLang; None without any."""
+        specs = () if self.below is None or not self.plans_batches else self.below.specs(self.page_size)
+        if not specs:
+            return None
+        from kvarts.core.tiers.hicache import HostMemory
+
+        assert self.below is not None
+        return HostMemory(
+            spec=specs[0],
+            page_bytes=self.below.kv_bytes_per_token * self.page_size,
+            num_layers=self.below.num_layers,
+            policy=self.hicache_write_policy,
+        )
 
     @property
     def page_bytes(self) -> int:
@@ -510,6 +642,79 @@ class ReplayConfig(
         if self.kv_groups != "off":
             return self.memory.page_bytes
         return 0 if self.placement is None else self.page_size * self.placement.kv_bytes_per_token
+
+    @property
+    def order(self) -> tuple[AdmissionPolicy, type[Running]]:
+        """The order in which requests are admitted, and that in which they are preempted."""
+        from kvarts.core.sched.policy import ArrivalPolicy
+        from kvarts.core.sched.running import Running, RunningByArrival
+
+        if self.plans_batches:
+            from kvarts.core.parts.batches import RunningInBatches
+            from kvarts.core.sched.policy import QueuePolicy
+
+            return QueuePolicy(), RunningInBatches
+        if self.scheduling_policy == "fcfs":
+            return self.admission(), Running
+        return ArrivalPolicy(), RunningByArrival
+
+    @property
+    def plans_batches(self) -> bool:
+        """Whether the engine is SGLang, whose steps are of prompts or of decodes."""
+        return plans_batches(self.engine)
+
+    @property
+    def batches(self) -> BatchRules | None:
+        """The rules of such an engine; None for any other."""
+        return self.batch_rules() if self.plans_batches else None
+
+    def _check_batches(self) -> None:
+        """Refuse settings of SGLang for another engine, and what that engine does not do."""
+        self.check_batches(is_sglang=self.plans_batches)
+        if not self.plans_batches:
+            return
+        others = {
+            "async_scheduling": (False, "sglang overlaps steps unless {disable_overlap_schedule} is given"),
+            "stop_tokens": (False, "it is not modelled"),
+            "scheduling_policy": ("fcfs", "it is vLLM's"),
+            "admission": (_default_admission(), "it has an order of its own"),
+            "long_prefill_token_threshold": (0, "it is vLLM's"),
+            "watermark": (0.0, "it is vLLM's"),
+            "prefill_schedule_interval": (1, "it is vLLM's"),
+        }
+        for name, (default, why) in others.items():
+            if getattr(self, name) != default:
+                raise SettingError(f"does not go with {{engine}} sglang: {why}", name, hint="Leave it out.")
+        if self.max_num_batched_tokens % self.page_size:
+            raise SettingError(
+                f"must be a multiple of {{page_size}}, {self.page_size}, with {{engine}} sglang",
+                "max_num_batched_tokens",
+            )
+        self._check_host()
+
+    def _check_host(self) -> None:
+        """Refuse what host memory below SGLang's tree does not do."""
+        sizes = self.given_host_sizes
+        if len(sizes) > 1:
+            raise SettingError("is given beside {hicache_size}", "hicache_ratio", hint="Keep one of them.")
+        if sizes and self.offload is not None and self.offload.listed:
+            raise SettingError("is given beside another size of host memory", sizes[0], hint="Keep one of them.")
+        if self.below is None or not self.below.listed:
+            if self.hicache_write_policy != "write_through":
+                raise SettingError(
+                    "has no effect without host memory", "hicache_write_policy", hint="Give {hicache_ratio} as well."
+                )
+            return
+        self.check_host()
+        if self.offload is None:
+            return
+        for field in msgspec.structs.fields(OffloadConfig):
+            if field.name not in OF_HOST and getattr(self.offload, field.name) != field.default:
+                raise SettingError(
+                    "has no effect with {engine} sglang, whose host memory has rules of its own",
+                    f"offload.{field.name}",
+                    hint="Leave it out; see {hicache_write_policy}.",
+                )
 
     @property
     def memory(self) -> GroupMemory:
@@ -523,7 +728,8 @@ class ReplayConfig(
             self.kv_groups,
             aligns=mode == "align",
             retention_interval=self.retention_interval,
-            renames_states=self.engine != "vllm==0.33",
+            renames_states=rules_of(self.engine).renames_states,
+            saves_inside=mode == "align" and self.start is not None and self.start.saves_states_inside,
         )
 
     @property
@@ -532,22 +738,29 @@ class ReplayConfig(
         text = self.prefix_cache_retention_interval
         if text == "none":
             return None
-        if not str(text).isdecimal() or int(text) % self.page_size:
+        number = whole_number(str(text))
+        if number is None or number % self.page_size:
             raise SettingError(
-                f"must be none, 0 or a multiple of {self.page_size} tokens, got {text!r}",
+                f"must be none, 0 or a multiple of {self.page_size} tokens, got {brief(text)}",
                 "prefix_cache_retention_interval",
             )
-        return int(text)
+        return number
 
     @property
     def num_blocks(self) -> int:
         """The memory of a replica in its unit of accounting: pages, or with KV groups the blocks of that many pages."""
         if self.kv_groups == "off":
             return self.num_pages
-        return self.memory.num_blocks(self.num_pages) if self.start is None else self.start.num_blocks - 1
+        start = self.start
+        if start is not None and self.num_pages == start.num_pages(self.groups):
+            return (start.num_blocks - 1) * self.memory.num_pieces
+        return self.memory.num_blocks(self.num_pages)
 
     def _check_ranks(self) -> None:
         ranks = int(getattr(self.cost, "num_ranks", 1))
+        if self.prefill_schedule_interval > 1 and (ranks > 1 or self.engine == "vllm==0.32"):
+            what = "is counted by ranks in lock step" if ranks > 1 else "has no effect in vLLM 0.32 without such ranks"
+            raise SettingError(what, "prefill_schedule_interval", hint="Leave it out.")
         if ranks == 1:
             return
         if self.replicas % ranks:
@@ -578,7 +791,7 @@ class ReplayConfig(
         cost = values["cost"]
         values["cost"] = _stated(cost) if isinstance(cost, msgspec.Struct) else repr(self._cost)
         values["slo"] = msgspec.to_builtins(values["slo"])
-        values["offload"] = None if self.offload is None else self.offload.to_builtins()
+        values["offload"] = None if self.below is None else self.below.to_builtins()
         if self.cost_factor == 1.0:
             del values["cost_factor"]
         for field in (
@@ -592,8 +805,14 @@ class ReplayConfig(
             del values["snapshots"]
         if self.mamba_cache_mode == "snapshots":
             del values["mamba_cache_mode"]
+        if self.prefill_schedule_interval == 1:
+            del values["prefill_schedule_interval"]
         if values["prefix_cache_retention_interval"] == "none":
             del values["prefix_cache_retention_interval"]
+        if self.scheduling_policy == "fcfs":
+            del values["scheduling_policy"]
+        given = {*self.given_of_sglang()} - {"hicache_ratio", "hicache_size"}  # the size of `offload` says it
+        values = {name: value for name, value in values.items() if name in given or name not in SGLANG_NAMES}
         if self.start is None:
             del values["start"]
         else:
@@ -608,6 +827,8 @@ class ReplayConfig(
             del values["kv_groups"]
         if not self.whole_pages:
             del values["whole_pages"]
+        if not self.not_started:
+            del values["not_started"]
         if self.sessions is None:
             del values["sessions"]
         else:
@@ -623,8 +844,64 @@ class ReplayConfig(
         for field, default in (("eviction", _default_eviction()), ("admission", _default_admission())):
             make = values.pop(field)
             if make is not default:
-                values[field] = type(make()).__name__
+                values[field] = make.__name__ if hasattr(make, "of_trace") else type(make()).__name__
         return values
+
+
+def order_of(given: Any) -> Callable[[], EvictionOrder]:
+    """Return a factory of eviction orders, for a name, a class or an object. Raise SettingError."""
+    from kvarts.sim.eviction import order_maker  # most replays have the default
+
+    try:
+        return order_maker(given)
+    except ConfigError as error:
+        raise SettingError(error.what, "eviction", hint=error.hint) from error
+
+
+def _admission_of(given: Any) -> Callable[[], AdmissionPolicy]:
+    if given == "priority":
+        return _default_admission()
+    hint = "Give `priority`, module:Class, or a class or an object with its methods."
+    is_named = isinstance(given, str) and is_code_name(given)
+    found = maker_of(code_named(given, "admission", hint) if is_named else given, "head")
+    if found is None:
+        raise SettingError(f"{brief(given)} is not an AdmissionPolicy", "admission", hint=hint)
+    return found
+
+
+def _cost_of(given: Any) -> CostModel:
+    from kvarts.cost.roofline import parse_cost
+
+    if isinstance(given, str):
+        if is_code_name(given) and given.partition(":")[0] not in ("linear", "polynomial"):
+            given = code_named(given, "cost", "Give polynomial, linear:KEY=VALUE or module:Class.")
+        else:
+            return parse_cost(given)
+    if not isinstance(given, type):
+        return cast("CostModel", given)  # a function of a Batch
+    try:
+        return cast("CostModel", given())
+    except (TypeError, ConfigError) as error:
+        hint = "Give an object, with its parameters."
+        raise SettingError(f"{given.__name__} makes no cost model: {error}", "cost", hint=hint) from error
+
+
+PYTHON_ONLY = ("admission", "eviction")
+OBJECTS = (*PYTHON_ONLY, "cost", "offload", "router", "routing", "sessions", "slo")
+"""Settings of a configuration that can be objects."""
+
+
+def option_names() -> list[str]:
+    """Return the names that `ReplayConfig.of_options` takes."""
+    sections = [*SECTIONS, *TABLES]
+    settings = [setting for section in sections if not section.is_named for setting in section.settings]
+    fields = [setting.field for setting in settings if "." not in setting.key]
+    tables = [section.table for section in sections if section.into]
+    return list(dict.fromkeys([*map(keyword_of, settings), *fields, *tables, *OBJECTS]))
+
+
+def _is_object(name: str, value: object) -> bool:
+    return name in PYTHON_ONLY or (name in OBJECTS and not isinstance(value, str))
 
 
 def _stated(cost: msgspec.Struct) -> dict[str, Any]:
@@ -641,6 +918,15 @@ SECTIONS = (
 )
 """The settings of a replay of one model, without those in TABLES."""
 
+
+OF_HOST = (
+    *("tiers", "host_pages", "host_memory", "h2d", "d2h", "latency_us", "kv_bytes_per_token", "num_layers"),
+    "full_prompt_hits",
+)
+"""Settings of tiers that host memory below SGLang's tree has."""
+
+OF_START = ("pages", "page_size", "kv_groups", "mamba_cache_mode", "prefix_cache_retention_interval")
+"""Settings that a start of vLLM decides otherwise: a replay that gives one without an engine is not of a start."""
 
 TABLES = (
     Section(struct=OffloadConfig, title="", table="offload"),
@@ -684,6 +970,47 @@ def check_token_bytes(given: Given, configs: Iterable[ReplayConfig]) -> None:
 def _resolved_by_default(
     given: Given, sections: Sequence[Section], asked: Mapping[str, str], *, counts_groups: bool
 ) -> ReplayConfig:
+    """Return the configuration as vLLM's newest version starts, for a model on a device and the engine `vllm` or none.
+
+    Without an engine, for models with layers that keep less only: the rules for all others are vLLM's in any case. A
+    replay that does not support a part of that start has its settings without it, and the reason; so has one without an
+    engine if vLLM refuses to start, unless no pages fit without it, either.
+    """
+    is_asked = given.get("engine") == "vllm" and "model" in given and "device" in given
+    if not is_asked and ("engine" in given or not counts_groups or not keeps_less(given)):
+        return _resolved_groups(given, sections, asked, counts_groups=counts_groups)
+    try:
+        if not is_asked and (key := next((key for key in OF_START if key in given), None)) is not None:
+            raise SettingError("is given, and a start decides it", key)
+        config = _resolved_groups(_newest(given), sections, asked, counts_groups=counts_groups)
+    except ConfigError as refused:
+        is_of_vllm = is_of_start(refused)
+        if is_of_vllm and is_asked:
+            raise
+        try:
+            config = _resolved_groups(given, sections, asked, counts_groups=counts_groups)
+        except ConfigError:
+            if is_of_vllm:
+                raise refused from refused.__cause__
+            raise
+        return msgspec.structs.replace(config, not_started=reason_of(refused))
+    return config
+
+
+def _newest(given: Given) -> Given:
+    """Return the settings with the newest version of vLLM as their engine."""
+    newest = Given()
+    if "engine" in given:
+        newest.add(given.setting_of("engine"), NEWEST, given.source_of("engine"))
+    else:
+        engine = next(each for each in settings_of(ReplayConfig) if each.key == "engine")
+        newest.add(engine, NEWEST, given.source_of("device"))
+    return newest.over(given)
+
+
+def _resolved_groups(
+    given: Given, sections: Sequence[Section], asked: Mapping[str, str], *, counts_groups: bool
+) -> ReplayConfig:
     """Return the configuration with KV groups, or with whole pages if these are refused and not asked for."""
     if not counts_groups or "kv_groups" in given:
         return _resolved(given, sections, asked, counts_groups=False)
@@ -695,7 +1022,7 @@ def _resolved_by_default(
         if "mamba_cache_mode" in given and given["mamba_cache_mode"] != "snapshots":
             raise  # whole pages have no states
         config = _resolved(given, sections, asked, counts_groups=False)
-        return msgspec.structs.replace(config, whole_pages=_reason(refused))
+        return msgspec.structs.replace(config, whole_pages=reason_of(refused))
 
 
 def check_features(features: Mapping[str, str]) -> None:
@@ -706,12 +1033,24 @@ def check_features(features: Mapping[str, str]) -> None:
         check_combination(features)
 
 
-def _reason(error: ConfigError) -> str:
+def reason_of(error: ConfigError) -> str:
     """Return the refusal with the name of the field at fault, however the user spelled it."""
+    *_, error = _causes(error)
+    what = error.what.rstrip(".")
+    return what if error.field is None else f"{error.field} {what}"
+
+
+def is_of_start(error: ConfigError) -> bool:
+    """Return whether vLLM itself refuses to start."""
+    return any(isinstance(each, StartRefusedError) for each in _causes(error))
+
+
+def _causes(error: ConfigError) -> Iterator[ConfigError]:
+    """Yield an error and those that it was raised from."""
+    yield error
     cause = error.__cause__
-    while isinstance(cause, ConfigError) and cause is not error:
-        error, cause = cause, cause.__cause__
-    return error.what if error.field is None else f"{error.field} {error.what}"
+    if isinstance(cause, ConfigError) and cause is not error:
+        yield from _causes(cause)
 
 
 def _resolved(
@@ -722,7 +1061,7 @@ def _resolved(
     facts = resolve_hardware(given, counts_groups=counts_groups)
     engine = engine_of(given["engine"]) if "engine" in given else None
     if engine is not None and hasattr(facts.get("cost"), "separate_passes"):
-        facts["cost"] = msgspec.structs.replace(facts["cost"], separate_passes=engine.separate_passes)
+        facts["cost"] = facts["cost"].served_by(given["engine"], separate_passes=engine.separate_passes)
     if engine is not None and engine.full_prompt_hits and not counts_parts(given, facts):
         facts["full_prompt_hits"] = True
     config = build_replay(given, sections, facts)
@@ -756,6 +1095,8 @@ def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, 
         table = section.table
         if table in ReplayConfig.__struct_fields__ and table not in values and given.in_table(table):
             values[table] = given.build(section.struct, table, facts=facts)
+    if "offload" not in values and ("hicache_ratio" in given or "hicache_size" in given):
+        values["offload"] = given.build(OffloadConfig, "offload", facts=facts)
     if "cost" in facts:
         values["cost"] = facts["cost"]
     if "placement" in facts:
@@ -784,7 +1125,7 @@ def _is_policy(router: str) -> bool:
     return router.partition(":")[0] in POLICIES
 
 
-def _own_router(given: Given) -> RouterMaker:
+def _own_router(given: Given) -> Callable[[], Any]:
     """Return the class with the given name. Raise ConfigError if it cannot be imported, or if a file names it."""
     name = given["router"]
     if given.source_of("router").path is not None:
@@ -796,7 +1137,7 @@ def _own_router(given: Given) -> RouterMaker:
         return code_named(name)
     except ConfigError as error:
         raise given.error(
-            "router", error.what, hint="See kvarts.sim.routers.view.Policy for what a router has."
+            "router", error.what, hint="See kvarts.policies.RouterPolicy for what a router has."
         ) from error
 
 

@@ -8,8 +8,8 @@ An engine drops a request between steps. If a step is under way when a client gi
 end, after the ends of requests in all steps that end at that time; whatever the result of that step, the request is
 cancelled.
 
-If requests arrive at known times, each engine runs independently from arrival to arrival. If requests wait for others
-to end, the engines advance together from event to event.
+An engine lags behind, and catches up once something can end there or reach it. If requests arrive at known times, each
+engine runs independently from arrival to arrival. If requests wait for others to end, the loop goes from end to end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Driver", "Runner"]
 class Runner(Protocol):
     """Something that advances independently on a device: one engine, or the engines of several models in turns.
 
-    A step, or several, started by `start` is under way until `finish`; a pause is under way as well.
+    A step, or several, is under way from `start` until `run_until` reaches its end; a pause is under way as well.
     """
 
     @property
@@ -52,13 +52,10 @@ class Runner(Protocol):
         Return when the last one ends, or the pause; NEVER_NS if there is nothing to start or to wait for.
         """
 
-    def finish(self) -> list[Request]:
-        """End what `start` started, at the time that it returned; return the requests that ended."""
-
     def drop(self, request: Request, routed: Routed, now_ns: int) -> bool:
         """Drop `request` of `routed`, one of this runner's engines; the runner must not be pausing.
 
-        Return False if a step is under way: then `finish` drops the request and returns it.
+        Return False if a step is under way: then the request is dropped, and is among the finished, at its end.
         """
 
     def run_until(self, until_ns: int, finished: list[Request]) -> int:
@@ -103,13 +100,13 @@ class Driver:
         self._runners = runners
         self._num_ranks = ranks
         self._all = range(len(runners) * ranks)
-        self._tells_apart = ranks == 1 and len(arrivals) == 1 and arrivals[0].router.is_told
-        """Whether the router is updated only about the engines that moved, instead of about all."""
-        self._is_told = any(each.router.is_told for each in arrivals)
-        """Whether runners are run as far as a router must know, for which they are `_due`."""
-        self._on_progress = on_progress
         # The engine of a request, and its arrival time, may depend on the end of any other.
         self._is_reactive = any(each.source.is_reactive or each.router.holds_requests for each in arrivals)
+        self._tells_apart = ranks == 1 and len(arrivals) == 1 and arrivals[0].router.is_told and not self._is_reactive
+        """Whether the router is updated only about the engines that moved, instead of about all."""
+        self._is_told = any(each.router.is_told for each in arrivals) and not self._is_reactive
+        """Whether runners are run as far as a router must know, for which they are `_due`."""
+        self._on_progress = on_progress
         self._holding = [each for each in arrivals if each.router.holds_requests]
         self._polled = [each for each in arrivals if each.router.reads_metrics and each.router.staleness_ns]
         self._arriving = arrivals[0]
@@ -121,14 +118,14 @@ class Driver:
         self._given_up: set[Request] = set()
         """Requests that were given up while a step was under way."""
         self._num_refused = 0
-        """Requests that an engine refused as they reached it."""
+        """Requests that an engine refused as they reached it, or that failed in one."""
         self._finished: list[Request] = []
-        self._ends_ns = [NEVER_NS] * len(runners)
-        self._quiet_ns = [NEVER_NS] * len(runners)
-        """For each runner with a step under way: the time until which no request ends there, if none arrives there."""
         self._due: list[tuple[int, int]] = []
         """A heap of runners that lag behind, each with the time until which nothing ends there."""
         self._due_ns = [NEVER_NS] * len(runners)
+        """That time of each runner, if no request arrives or is dropped there; NEVER_NS for one that is idle."""
+        self._since_ns = [-1] * len(runners)
+        """When each runner last began to lag behind, if the loop goes from end to end."""
         self._still_ns = [0] * len(runners)
         """For each runner, a time before which it does nothing, if no request arrives or is dropped there."""
         self._ran: list[int] = []
@@ -139,7 +136,7 @@ class Driver:
     def run(self) -> None:
         """Run until every request has ended."""
         if self._is_reactive:
-            self._run_by_event()
+            self._run_by_end()
         else:
             self._run_by_arrival()
         self._settle()
@@ -159,16 +156,23 @@ class Driver:
             if deadlines and deadlines[0][0] <= now_ns:
                 self._give_up(now_ns)
                 continue
-            of_model = self._arriving
-            if of_model.is_reported:
-                self._poll(of_model, now_ns)
-                if of_model.is_told:
-                    self._run_due(now_ns, is_watched=of_model.router.reads_events)
-                of_model.emit(now_ns, self._ran if self._tells_apart else self._all)
-                self._ran.clear()
+            if self._arriving.is_reported:
+                self._inform(self._arriving, now_ns)
             self._arrive(now_ns)
         for index in range(len(self._runners)):
             self._run_alone(index, NEVER_NS)
+
+    def _inform(self, of_model: Arrivals, now_ns: int) -> None:
+        """Report to the router all that it may know at `now_ns`."""
+        self._poll(of_model, now_ns)
+        if not of_model.is_told:
+            return
+        if not self._is_reactive:
+            self._run_due(now_ns, is_watched=of_model.router.reads_events)
+        elif of_model.router.reads_events:
+            self._run_all(now_ns)
+        of_model.emit(now_ns, self._ran if self._tells_apart else self._all)
+        self._ran.clear()
 
     def _poll(self, of_model: Arrivals, now_ns: int) -> None:
         poll_ns = of_model.poll_ns(now_ns)
@@ -205,55 +209,30 @@ class Driver:
                 self._end(index, finished)
                 finished.clear()
 
-    def _look_again(self, index: int, now_ns: int) -> None:
-        """Reset the time until which nothing ends in a runner: a request arrives or leaves at `now_ns`.
-
-        Only where runners may lag behind, as a router must know.
-        """
-        if self._due_ns[index] != now_ns:
-            self._due_ns[index] = now_ns
-            heappush(self._due, (now_ns, index))
-
     def _run_alone(self, index: int, until_ns: int) -> None:
         finished = self._finished
         if self._tells_apart:
             self._ran.append(index)
-        self._still_ns[index] = self._runners[index].run_until(until_ns, finished)
+        if self._is_reactive:
+            self._catch_up(index, until_ns)
+        else:
+            self._still_ns[index] = self._runners[index].run_until(until_ns, finished)
         if finished:
             self._end(index, finished)
             finished.clear()
 
-    def _run_by_event(self) -> None:
-        ends_ns = self._ends_ns
-        dropped: list[tuple[int, list[Request]]] = []
-        """Requests that were dropped after a step, by engine: clients and router hear of them after all that ended."""
+    def _run_by_end(self) -> None:
         self._start(0, self._next_ns())
         while True:
-            now_ns = min(*ends_ns, self._next_ns())
+            now_ns = min(self._next_due_ns(), self._next_ns())
             if now_ns == NEVER_NS:
                 break
             for of_model in self._polled:
-                # No step started after that time, nor did a leap of several steps.
-                if (poll_ns := of_model.poll_ns(now_ns)) < now_ns:
-                    of_model.poll(poll_ns, self._all)
-            index = -1
-            for _ in range(ends_ns.count(now_ns)):
-                index = ends_ns.index(now_ns, index + 1)
-                ends_ns[index] = self._quiet_ns[index] = NEVER_NS
-                self._roused.add(index)
-                finished = self._runners[index].finish()
-                if self._given_up:
-                    are_dropped = [request for request in finished if request.state is not RequestState.FINISHED]
-                    if are_dropped:
-                        dropped.append((index, are_dropped))
-                        finished = [request for request in finished if request not in are_dropped]
-                self._end(index, finished)
-            for index, are_dropped in dropped:
-                self._end(index, are_dropped)
-            dropped.clear()
+                if of_model.poll_ns(now_ns) < now_ns:
+                    self._poll(of_model, now_ns)
+            self._end_due(now_ns)
             for of_model in self._polled:
-                if of_model.poll_ns(now_ns) == now_ns:
-                    of_model.poll(now_ns, self._all)
+                self._poll(of_model, now_ns)
             if self._holding:
                 self._take_placed(now_ns)
             num_refused = self._num_refused
@@ -263,15 +242,54 @@ class Driver:
                     if self._holding:
                         self._take_placed(now_ns)
                     continue
-                of_model = self._arriving
-                if of_model.router.is_told or of_model.router.reads_metrics:
-                    if not of_model.router.staleness_ns and of_model.router.reads_metrics:
-                        of_model.poll(now_ns, self._all)
-                    of_model.emit(now_ns, self._all)
+                if self._arriving.is_reported:
+                    self._inform(self._arriving, now_ns)
                 self._arrive(now_ns)
             if self._holding and self._num_refused > num_refused:  # they have made room for others
                 self._take_placed(now_ns)
             self._start(now_ns, next_ns)
+
+    def _next_due_ns(self) -> int:
+        """Return the first time at which a request may end; NEVER_NS if no runner has work."""
+        due = self._due
+        while due and self._due_ns[due[0][1]] != due[0][0]:
+            heappop(due)  # it was updated since
+        return due[0][0] if due else NEVER_NS
+
+    def _end_due(self, now_ns: int) -> None:
+        """Process all ends at `now_ns`. Clients and router receive dropped requests after all finished ones."""
+        dropped: list[tuple[int, list[Request]]] = []
+        finished = self._finished
+        while self._next_due_ns() <= now_ns:
+            index = heappop(self._due)[1]
+            self._catch_up(index, now_ns)
+            if self._given_up:
+                are_dropped = [request for request in finished if request.state is not RequestState.FINISHED]
+                if are_dropped:
+                    dropped.append((index, are_dropped))
+                    finished[:] = [request for request in finished if request not in are_dropped]
+            self._end(index, finished)
+            finished.clear()
+        for index, are_dropped in dropped:
+            self._end(index, are_dropped)
+
+    def _catch_up(self, index: int, now_ns: int) -> None:
+        """Run a runner until `now_ns`, and note the requests that finished, and when the step under way ends."""
+        runner = self._runners[index]
+        end_ns = self._still_ns[index] = runner.run_until(now_ns, self._finished)
+        if end_ns <= now_ns:
+            if self._since_ns[index] == now_ns < self._due_ns[index]:
+                end_ns = runner.start(now_ns, now_ns + 1)  # before what happens after a step that took no time
+            else:
+                self._roused.add(index)
+                end_ns = NEVER_NS
+        self._set_due(index, end_ns)
+
+    def _set_due(self, index: int, due_ns: int) -> None:
+        if self._due_ns[index] != due_ns:
+            self._due_ns[index] = due_ns
+            if due_ns != NEVER_NS:
+                heappush(self._due, (due_ns, index))
 
     def _next_ns(self) -> int:
         """Return when the next request arrives or is given up; NEVER_NS if neither is known to happen."""
@@ -318,23 +336,20 @@ class Driver:
             return
         of_model, _, engine = self._in_engines[request]
         index = engine // self._num_ranks
-        if not self._is_reactive:
-            self._run_alone(index, now_ns)
-            if request not in self._in_engines:
-                return
-            if self._is_told:
-                self._look_again(index, now_ns)
+        self._run_alone(index, now_ns)
+        if request not in self._in_engines:
+            return
         runner = self._rouse(index, now_ns)
         self._given_up.add(request)
         if runner.drop(request, of_model.engines[engine], now_ns):
             self._end(index, [request])
-        else:
-            self._quiet_ns[index] = self._ends_ns[index]
 
     def _arrive(self, now_ns: int) -> None:
         """Send the request that arrives next, at `now_ns`, to an engine."""
         of_model = self._arriving
         request, row = of_model.pop(now_ns)
+        if of_model.expires(now_ns):
+            self._run_all(now_ns)  # what sessions leave is not free in steps before
         engine = of_model.choose(request, row, now_ns)
         if engine is not None:
             self._enter(of_model, request, row, engine, now_ns)
@@ -344,31 +359,20 @@ class Driver:
     def _take_placed(self, now_ns: int) -> None:
         """Send the requests that the router held and has now placed to their engines."""
         for of_model in self._holding:
-            of_model.emit(now_ns, self._all)
-            if of_model.router.reads_metrics and not of_model.router.staleness_ns:
-                of_model.poll(now_ns, self._all)
+            self._inform(of_model, now_ns)
             while placed := of_model.take_placed(now_ns):  # an engine that refuses one makes room for the next
                 for request, row, engine in placed:
                     self._enter(of_model, request, row, engine, now_ns)
 
     def _enter(self, of_model: Arrivals, request: Request, row: TraceRequest, engine: int, now_ns: int) -> None:
         index = engine // self._num_ranks
-        if self._is_reactive:
-            self._rouse(index, now_ns)
-        else:
-            self._run_alone(index, now_ns)
-            if self._is_told:
-                self._look_again(index, now_ns)
-            self._runners[index].wake(now_ns)
-            self._still_ns[index] = 0
+        self._run_alone(index, now_ns)
+        self._rouse(index, now_ns)
         reason = of_model.submit(request, row, engine, now_ns)
         if reason is None:
             self._in_engines[request] = of_model, row, engine
             if of_model.has_timeout or row.cancel_after_ns is not None:
                 self._expect(of_model, request, row, now_ns)
-            if self._is_reactive:
-                # It may be admitted in the next step of this engine, and end before all others.
-                self._quiet_ns[index] = self._ends_ns[index]
         else:
             of_model.reject(request, row, engine, reason, now_ns)
             self._num_refused += 1
@@ -377,11 +381,14 @@ class Driver:
     def _rouse(self, index: int, now_ns: int) -> Runner:
         """Wake the runner with this index at `now_ns`, mark it for the next start, and return it."""
         runner = self._runners[index]
-        if runner.is_pausing:
-            self._ends_ns[index] = NEVER_NS
+        if self._is_told:
+            self._set_due(index, now_ns)
+        elif self._is_reactive:
+            if runner.is_pausing:
+                self._set_due(index, NEVER_NS)
+            self._roused.add(index)
         runner.wake(now_ns)
         self._still_ns[index] = 0
-        self._roused.add(index)
         return runner
 
     def _expect(self, of_model: Arrivals, request: Request, row: TraceRequest, now_ns: int) -> None:
@@ -398,35 +405,22 @@ class Driver:
         """End requests that are left when no runner can continue and no arrival is known; engines leave none."""
 
     def _start(self, now_ns: int, arrival_ns: int) -> None:
-        """Start a step wherever there is work and no step under way.
+        """Start a step wherever there is work and no step under way, if a request may end in it.
 
-        A request that ends on one engine may cause an arrival on another. So engines that do a single step start first:
-        the end of that step is then known. Then the engines that could do many steps start, up to the first possible
-        end of a request in any other engine.
+        A runner with many certain steps lags behind until the last of them, since a request that ends on another may
+        cause an arrival there. A runner that is alone starts them: nothing reaches it before `arrival_ns`.
         """
-        runners, ends_ns, quiet_ns = self._runners, self._ends_ns, self._quiet_ns
-        for of_model in self._polled:
-            staleness_ns = of_model.router.staleness_ns
-            arrival_ns = min(arrival_ns, (now_ns // staleness_ns + 1) * staleness_ns)
-        if len(runners) == 1 and not self._holding:
-            if ends_ns[0] == NEVER_NS and runners[0].has_work:
-                ends_ns[0] = runners[0].start(now_ns, arrival_ns)
-            return
-        leaping = []
-        roused = sorted(self._roused)
-        for index in roused:
-            runner = runners[index]
-            if ends_ns[index] == NEVER_NS and runner.has_work:
-                quiet_until_ns = runner.quiet_until(now_ns)
-                if quiet_until_ns is None:
-                    ends_ns[index] = quiet_ns[index] = runner.start(now_ns, now_ns + 1)
+        is_alone = len(self._runners) == 1 and not (self._holding or self._polled)
+        started, self._roused = sorted(self._roused), set()
+        for index in started:
+            runner = self._runners[index]
+            if self._due_ns[index] == NEVER_NS and runner.has_work:
+                due_ns = None if is_alone else runner.quiet_until(now_ns)
+                if due_ns is None:
+                    due_ns = runner.start(now_ns, arrival_ns if is_alone else now_ns + 1)
                 else:
-                    quiet_ns[index] = quiet_until_ns
-                    leaping.append(index)
-        for index in leaping:
-            until_ns = min([arrival_ns, *quiet_ns[:index], *quiet_ns[index + 1 :]])
-            ends_ns[index] = runners[index].start(now_ns, until_ns)
-            if ends_ns[index] > quiet_ns[index]:
-                quiet_ns[index] = ends_ns[index]  # a transfer ends while the last of its steps is under way
-        # A runner that could start nothing waits for something, which may happen without a notification.
-        self._roused = {index for index in roused if ends_ns[index] == NEVER_NS and runners[index].has_work}
+                    self._since_ns[index] = now_ns
+                self._still_ns[index] = 0
+                self._set_due(index, due_ns)
+                if due_ns == NEVER_NS:
+                    self._roused.add(index)  # it waits for something, which may happen without a notification

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from kvarts.base.errors import ConfigError, parts_of
-from kvarts.base.limits import MOST_BYTES, MOST_DRAFTED, MOST_REPLICAS, brief, check_whole
+from kvarts.base.errors import ConfigError, KvartsError, parts_of
+from kvarts.base.limits import MOST_BYTES, MOST_DRAFTED, MOST_REPLICAS, brief, check_whole, whole_number
 from kvarts.base.settings import AtLeastOne, Given, SettingError, setting, settings_of
 from kvarts.base.units import meant_size, parse_bytes
-from kvarts.core.config import EngineConfig
-from kvarts.sim.vllm_start import VERSIONS, start_facts
+from kvarts.core.config import BatchEngineConfig, EngineConfig
+from kvarts.sim.vllm_start import VERSIONS, StartRefusedError, start_facts
 
 if TYPE_CHECKING:
     from kvarts.core.kv.groups import PartGroup
@@ -34,8 +34,10 @@ __all__ = [
     "Placement",
     "counted_groups",
     "given_cost",
+    "keeps_less",
     "kv_bytes_of",
     "parsed_cost",
+    "plans_batches",
 ]
 __all__ += ["place", "resolve_hardware"]
 
@@ -146,9 +148,10 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def _take_count(self) -> None:
         """Read `8xh200` as eight devices that the model is split over."""
         count, times, name = (self.device or "").lower().partition("x")
-        if not times or not count.isdecimal() or not name or len(count) > 4:
+        num_devices = whole_number(count)
+        if not times or num_devices is None or not name or len(count) > 4:
             return
-        if self.tensor_parallel not in (1, int(count)):
+        if self.tensor_parallel not in (1, num_devices):
             raise SettingError(
                 f"{brief(self.device)} is {count} devices, and the model is split over {self.tensor_parallel}",
                 "device",
@@ -186,7 +189,9 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
 
         return local_state_bytes(self.geometry, engine.max_num_seqs, on.tensor_parallel, on.pipeline_parallel)
 
-    def fit(self, engine: EngineConfig, on: DeviceSettings, kv_dtype: str | None) -> MemoryFit | None:
+    def fit(
+        self, engine: EngineConfig, on: DeviceSettings, kv_dtype: str | None, *, states_in_pool: bool = False
+    ) -> MemoryFit | None:
         """Return the memory left next to the model; None if it is unknown. Raise ConfigError if nothing fits."""
         from kvarts.cost.hardware.device import load_device
         from kvarts.cost.hardware.fit import fit_memory
@@ -205,7 +210,13 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_num_seqs=engine.max_num_seqs,
             num_draft_layers=self.num_draft_layers,
+            states_in_pool=states_in_pool,
         )
+
+
+def plans_batches(engine: str) -> bool:
+    """Return whether the steps of an engine are of prompts or of decodes, as SGLang's are."""
+    return engine.partition("==")[0] == "sglang"
 
 
 def place(model: ModelSettings, on: DeviceSettings, cost: CostSpec | None) -> Placed:
@@ -316,7 +327,8 @@ def resolve_hardware(given: Given, *, counts_groups: bool = False) -> dict[str, 
         raise given.named(
             SettingError("cannot be combined with {num_pages}", "kv_memory", hint="Keep one of them."), settings
         )
-    model, on, engine = merged.build(ModelSettings), merged.build(DeviceSettings), merged.build(EngineConfig)
+    of_engine = BatchEngineConfig if plans_batches(str(given.get("engine"))) else EngineConfig
+    model, on, engine = merged.build(ModelSettings), merged.build(DeviceSettings), merged.build(of_engine)
     try:
         placed = place(model, on, cost)
         facts: dict[str, Any] = {"cost": placed.cost, "kv_bytes_per_token": placed.kv_bytes_per_token}
@@ -330,7 +342,9 @@ def resolve_hardware(given: Given, *, counts_groups: bool = False) -> dict[str, 
             facts["data_parallel"] = on.data_parallel
         if model.max_model_len is not None and given.get("engine") not in VERSIONS:
             raise SettingError(
-                "is of a start of vLLM", "max_model_len", hint="Give {engine} vllm==0.32, or leave it out."
+                "is of a start of vLLM",
+                "max_model_len",
+                hint="Give {engine} vllm==0.33, or leave it out.",
             )
         if given.get("engine") in VERSIONS:
             return facts | _started(given["engine"], placed, model, on, merged)
@@ -346,6 +360,21 @@ def resolve_hardware(given: Given, *, counts_groups: bool = False) -> dict[str, 
     except ConfigError as error:
         raise merged.named(error, settings) from error
     return facts
+
+
+def keeps_less(given: Given) -> bool:
+    """Return whether a model and a device are given, and some layer of the model keeps less than all tokens.
+
+    False for a model that is not known: to resolve it raises the error.
+    """
+    if not ("model" in given and "device" in given):
+        return False
+    from kvarts.cost.hardware.model_config import load_geometry
+
+    try:
+        return load_geometry(given["model"], given.get("weight_dtype")).keeps_less
+    except KvartsError:
+        return False
 
 
 def _started(engine: str, placed: Placed, model: ModelSettings, on: DeviceSettings, given: Given) -> dict[str, Any]:
@@ -383,7 +412,10 @@ def _started(engine: str, placed: Placed, model: ModelSettings, on: DeviceSettin
             max_num_batched_tokens=decided.max_num_batched_tokens,
             max_num_seqs=decided.max_num_seqs,
         )
-        fit = placed.fit(engine_config, on, model.kv_dtype)
+        try:
+            fit = placed.fit(engine_config, on, model.kv_dtype, states_in_pool=True)
+        except ConfigError as error:
+            raise StartRefusedError(error.what, error.field or "engine", hint=error.hint) from error
         assert fit is not None
         kv_bytes = fit.kv_bytes
     own = msgspec.structs.replace(decided.settings, num_blocks_override=num_blocks)
@@ -462,7 +494,7 @@ def _num_pages(
 def _no_page(on: DeviceSettings, page_bytes: int, beside: str = "") -> SettingError:
     """Return the error for KV memory that is too small for one page."""
     size = on.kv_memory
-    shown = f"{size} bytes" if str(size).strip().isdecimal() else size
+    shown = f"{size} bytes" if whole_number(str(size).strip()) is not None else size
     return SettingError(
         f"{shown} hold no page of {page_bytes:,} bytes{beside}", "kv_memory", hint=meant_size(size, page_bytes)
     )

@@ -13,6 +13,7 @@ from msgspec import structs
 
 from kvarts.core.build import Planning, Storage, Watching, build_engine, preparation_of
 from kvarts.core.event_log import EventReader
+from kvarts.core.executor import CostModel
 from kvarts.cost.polynomial import PrefillCost
 from kvarts.cost.simulated import SimExecutor
 from kvarts.proof.audit.opening import audit_of
@@ -21,26 +22,30 @@ from kvarts.sim.config import ReplayConfig
 from kvarts.sim.driver import Driver, Runner
 from kvarts.sim.replayed_sessions import open_replayed_sessions
 from kvarts.sim.replica import Replica
-from kvarts.sim.report.report import Report
+from kvarts.sim.report.report import EngineTotals, Report
 from kvarts.sim.report.requests import RequestLog, Taken
 from kvarts.sim.report.steps import StepLog
 from kvarts.sim.router import AskedCaches, RoundRobin, Routed, Router
 from kvarts.sim.traffic.trace import Trace
+from kvarts.sim.vllm_start import rules_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvarts.core.kv.transfer import PeersGain, PrefillNs, TransferTotals
+    from kvarts.core.kv.transfer import PeersGain, PrefillNs
     from kvarts.sim.lockstep import LockstepCost, Ranks
     from kvarts.sim.report.advice import Trials
     from kvarts.sim.traffic.workload import Workload
 
 __all__ = [
     "Traffic",
+    "build_replica",
     "make_router",
     "open_replica",
+    "planning_of",
     "replay_one",
     "replay_with_spread",
+    "storage_of",
     "trace_of",
 ]
 
@@ -70,15 +75,14 @@ def replay_with_spread(
     the uncertainty follows from their errors on measurements to which they were not fitted.
     """
     pairs = config.cost.alternatives() if hasattr(config.cost, "alternatives") else []
+    trace = trace_of(traffic)
     if not pairs:
-        report = replay_one(traffic, config, workers=workers, on_progress=on_progress, observers_of=observers_of)
-        errors = getattr(config.cost, "held_out", {})
-        report.error_shares = {f"{metric}_ms": error.one_sigma for metric, error in errors.items()}
+        report = replay_one(trace, config, workers=workers, on_progress=on_progress, observers_of=observers_of)
+        report.held_out = config.held_out(trace)
         return report
     from kvarts.base.processes import Processes
     from kvarts.sim.trials import spread_of
 
-    trace = trace_of(traffic)
     report = replay_one(trace, config, on_progress=on_progress, observers_of=observers_of)
     configs = [structs.replace(config, cost=cost) for pair in pairs for cost in pair]
     with Processes(workers, trace) as processes:
@@ -125,21 +129,17 @@ def replay_one(
         config,
         requests,
         done.steps,
-        num_evicted_pages=done.num_evicted_pages,
-        transfers=done.transfers,
+        done.engines,
         sessions=done.sessions,
-        num_evicted_parts=done.num_evicted_parts,
         trials=lambda: _trials(trace, config),
     )
 
 
 class _Done(msgspec.Struct, frozen=True):
-    """What replicas have done, without the requests. `num_evicted_parts`: by KV group."""
+    """The outcome of replicas, without their requests."""
 
     steps: list[StepLog]
-    num_evicted_pages: int
-    transfers: list[TransferTotals]
-    num_evicted_parts: list[int]
+    engines: list[EngineTotals]
     sessions: Mapping[str, int] | None = None
 
 
@@ -202,14 +202,8 @@ def _done(
         stops=config.stop_tokens,
     )
     Driver([arrivals], runners, ranks=ranks, on_progress=on_progress).run()
-    schedulers = [replica.scheduler for replica in replicas]
-    return requests, _Done(
-        steps,
-        sum(scheduler.cache.num_evicted for scheduler in schedulers),
-        [scheduler.tiers.totals() for scheduler in schedulers if scheduler.tiers is not None],
-        list(map(sum, zip(*(each.num_evicted_parts() for each in replicas), strict=True))),
-        None if sessions is None else sessions.totals,
-    )
+    engines = [EngineTotals.of(replica.scheduler) for replica in replicas]
+    return requests, _Done(steps, engines, None if sessions is None else sessions.totals)
 
 
 _Part = tuple[Taken, _Done]
@@ -280,10 +274,7 @@ def _done_apart(
             ]
     several = [part[1] for part in done]
     return requests, _Done(
-        [log for each in several for log in each.steps],
-        sum(each.num_evicted_pages for each in several),
-        [totals for each in several for totals in each.transfers],
-        list(map(sum, zip(*(each.num_evicted_parts for each in several), strict=True))),
+        [log for each in several for log in each.steps], [engine for each in several for engine in each.engines]
     )
 
 
@@ -351,22 +342,24 @@ def open_router(
 
     `tiers`, `peers`: as in `make_router`.
     """
-    return config.routing_settings.open(
-        config.router,
-        num_workers=config.replicas,
-        page_size=config.page_size,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+    from kvarts.sim.routers.view import WorkerFacts  # replays that take turns import nothing of routers
+
+    workers = WorkerFacts(
+        config.replicas,
+        config.page_size,
+        config.max_num_batched_tokens,
         tiers=("device", *(tiers if asked is None else ())),
+        are_files=tuple(tiers.values()),
         directory=asked,
         peers=peers,
-        are_files=tuple(tiers.values()),
         memory=None if config.kv_groups == "off" else config.memory,
     )
+    return config.routing_settings.open(config.router, workers)
 
 
 def tiers_of(config: ReplayConfig) -> dict[str, bool]:
     """Return the tiers below an engine, the fastest first, and whether each is of files."""
-    are_files = () if config.offload is None else config.offload.are_files
+    are_files = () if config.below is None else config.below.are_files
     return dict(zip(config.tiers, are_files, strict=True))
 
 
@@ -376,28 +369,46 @@ def prefill_cost(config: ReplayConfig) -> PrefillNs:
     return cost.prefill_ns
 
 
+def storage_of(config: ReplayConfig) -> Storage:
+    """Return where an engine in virtual time of `config` keeps KV."""
+    return Storage(
+        memory=None if config.kv_groups == "off" else config.memory,
+        num_blocks=None if config.kv_groups == "off" else config.num_blocks,
+        make_order=config.eviction,
+        holds_pages=config.sessions is not None and config.sessions.holds_pages,
+        leaps_emitted=not config.step_by_step,
+        tiers=None if config.plans_batches else preparation_of(config.offload),
+        host=config.host,
+        prefill=prefill_cost(config),
+    )
+
+
+def planning_of(config: ReplayConfig) -> Planning:
+    """Return how an engine in virtual time of `config` plans its steps."""
+    policy, running = config.order
+    return Planning(
+        policy=policy,
+        running=running,
+        plans_ahead=config.async_scheduling and config.profile == "default",
+        finds_prefixes=not config.no_prefix_caching,
+        step_ns=config.cost_model.step_ns,
+        ends_steps=rules_of(config.engine).ends_steps,
+        batches=config.batches,
+    )
+
+
 def open_replica(config: ReplayConfig, readers: Sequence[EventReader]) -> Replica:
     """Build an engine in virtual time. `readers` receive its events."""
-    executor = SimExecutor(config.cost_model)
-    engine = build_engine(
-        config,
-        executor,
-        Storage(
-            memory=None if config.kv_groups == "off" else config.memory,
-            make_order=config.eviction,
-            holds_pages=config.sessions is not None and config.sessions.holds_pages,
-            leaps_emitted=not config.step_by_step,
-            tiers=preparation_of(config.offload),
-            prefill=prefill_cost(config),
-        ),
-        Planning(
-            policy=config.admission(),
-            plans_ahead=config.async_scheduling and config.profile == "default",
-            finds_prefixes=not config.no_prefix_caching,
-            step_ns=config.cost_model.step_ns,
-        ),
-        Watching(readers, num_waiting=MANY_EVENTS, audit=audit_of(config.audit)),
-    )
+    watching = Watching(readers, num_waiting=MANY_EVENTS, audit=audit_of(config.audit))
+    return build_replica(config, config.cost_model, storage_of(config), planning_of(config), watching)
+
+
+def build_replica(
+    config: ReplayConfig, cost: CostModel, storage: Storage, planning: Planning, watching: Watching
+) -> Replica:
+    """Build an engine in virtual time whose steps take as long as `cost` returns."""
+    executor = SimExecutor(cost)
+    engine = build_engine(config, executor, storage, planning, watching)
     return Replica(engine, executor, step_by_step=config.step_by_step, plans_ahead=config.async_scheduling)
 
 

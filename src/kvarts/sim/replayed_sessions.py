@@ -98,6 +98,18 @@ class ReplayedSessions:
         session = self._sessions.get(row.session_id) if row.session_id is not None else None
         return None if session is None else session.replica
 
+    def expired(self, now_ns: int) -> list[str]:
+        """Return the sessions that the next arrival, at `now_ns`, removes."""
+        ttl_s = self._config.ttl_s
+        if ttl_s is None:
+            return []
+        since_ns = now_ns - round(ttl_s * 1e9)
+        return [
+            session_id
+            for session_id, session in self._sessions.items()
+            if session.idle_since_ns is not None and session.idle_since_ns <= since_ns
+        ]
+
     def begin(self, request: Request, row: TraceRequest, replica: int) -> str | None:
         """Make `request` the next turn of its session; return the reason if that is not possible, else None."""
         session_id, totals = row.session_id, self._totals
@@ -184,16 +196,9 @@ class ReplayedSessions:
         return spell(row.units).startswith(known)
 
     def _expire(self, now_ns: int) -> None:
-        ttl_s = self._config.ttl_s
-        if ttl_s is None:
-            return
-        since_ns = now_ns - round(ttl_s * 1e9)
-        for session_id, session in list(self._sessions.items()):
-            idle_since_ns = session.idle_since_ns
-            if idle_since_ns is not None and idle_since_ns <= since_ns:
-                del self._sessions[session_id]
-                self._remove(session)
-                self._totals["num_expired"] += 1
+        for session_id in self.expired(now_ns):
+            self._remove(self._sessions.pop(session_id))
+            self._totals["num_expired"] += 1
 
     def _reserve(self, session: _Session, keeps: SinkWindow) -> str | None:
         """Reserve the pages of a bounded session; return the reason if that is not possible, else None."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
+import msgspec
+
 from kvarts.core.event_log import EventReader
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.fleet.config import FleetConfig, FleetWorker
-from kvarts.sim.replay import Traffic, replay_with_spread
+from kvarts.sim.replay import Traffic, replay_with_spread, trace_of
 from kvarts.sim.report.report import Report
 from kvarts.sim.sharing.config import ObserversOf, SharingConfig
 
@@ -73,7 +75,13 @@ def replay(
     core for many requests. `on_progress` is called with the number of requests that have ended since its last call.
     `observers_of` returns the readers that observe the events of a replica, by number, or of a model, by name. Raises
     InputError for a trace that cannot be read.
+
+    >>> from kvarts import ReplayConfig, replay
+    >>> report = replay("sample:mooncake", ReplayConfig(num_pages=2_000, page_size=512, eviction="auto"))
+    >>> report.summary["num_completed"]
+    1000
     """
+    trace, config = _with_its_trace(trace, config or ReplayConfig())
     match config:
         case FleetConfig():
             from kvarts.sim.fleet.replay import replay_fleet  # few replays are of a fleet or of several models
@@ -83,5 +91,27 @@ def replay(
             from kvarts.sim.sharing.replay import replay_several
 
             return replay_several(trace, config, on_progress=on_progress, observers_of=observers_of)
-    config = config or ReplayConfig()
     return replay_with_spread(trace, config, workers=workers, on_progress=on_progress, observers_of=observers_of)
+
+
+def _with_its_trace(trace: Any, config: Replayable) -> tuple[Any, Replayable]:
+    """Return trace and configuration, with eviction orders that know the trace if they need it."""
+    replace = msgspec.structs.replace
+    match config:
+        case ReplayConfig() if hasattr(config.eviction, "of_trace"):
+            trace = trace_of(trace)
+            return trace, config.of_trace(trace)
+        case FleetConfig() if any(hasattr(pool.each.eviction, "of_trace") for pool in config.pools):
+            trace = trace_of(trace)
+            return trace, replace(
+                config, pools=tuple(replace(pool, each=pool.each.of_trace(trace)) for pool in config.pools)
+            )
+        case SharingConfig() if any(hasattr(share.eviction, "of_trace") for share in config.models.values()):
+            trace = {name: trace_of(each) for name, each in trace.items()}
+            makers = {name: getattr(share.eviction, "of_trace", None) for name, share in config.models.items()}
+            models = {
+                name: share if (make := makers[name]) is None else replace(share, eviction=make(trace[name]))
+                for name, share in config.models.items()
+            }
+            return trace, replace(config, models=models)
+    return trace, config

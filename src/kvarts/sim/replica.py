@@ -56,7 +56,7 @@ class Replica:
         self.scheduler: Scheduler = engine.scheduler
         self._executor = executor
         self._decode_times = getattr(executor, "decode_times", None)
-        self._tiers = engine.tiers
+        self._tiers = engine.below
         self._leaps = not step_by_step
         self._joining: Joining | None = None
         if plans_ahead:
@@ -102,10 +102,6 @@ class Replica:
         """Whether the next step is planned while one runs."""
         return self._joining is not None
 
-    def num_evicted_parts(self) -> tuple[int, ...]:
-        """Return the number of evicted parts of each KV group; empty where pages are counted whole."""
-        return self.scheduler.num_evicted_parts()
-
     def wake(self, now_ns: int) -> None:
         """End a pause at `now_ns`, because a request arrives."""
         if self.is_pausing:
@@ -120,11 +116,13 @@ class Replica:
             reason = self.scheduler.never_fits(request)
             if reason is None:
                 self._joining.add(request)
-                return None
+            else:
+                self.refuse(request, reason, now_ns)
+            return reason
         return self.engine.submit(request, now_ns)
 
     def refuse(self, request: Request, reason: str, now_ns: int) -> None:
-        """Emit readers that `request` was refused at `now_ns` before it was queued, for `reason`."""
+        """Emit the event that `request` was refused at `now_ns` before it was queued, for `reason`."""
         self.engine.refuse(request, reason, now_ns)
 
     def cancel(self, request: Request, now_ns: int = 0) -> None:
@@ -295,7 +293,7 @@ class Replica:
         num_leapt, self._num_leapt = self._num_leapt, 0
         emit = engine.log.emit_details
         if emit is not None:
-            emit(StepEnded(scheduler.wheel.step + num_leapt - 1, engine.now_ns))
+            emit(StepEnded(scheduler.wheel.num_steps + num_leapt - 1, engine.now_ns))
         finished = scheduler.commit_leap(num_leapt, engine.now_ns)
         engine.emit()
         return finished
@@ -345,10 +343,10 @@ class Replica:
             self.start(now_ns, until_ns)
 
     def _quiet_until(self, now_ns: int, far_ns: int, is_watched: bool) -> int | None:
-        """Return the result of `quiet_until`, or a time about `far_ns` if that is sooner.
+        """Return the end of the identical steps that could start now, or a time about `far_ns` if that is sooner.
 
-        `is_watched`: the time must also be before a page may be evicted, and before the last of the steps, which may
-        fill a page.
+        None if they cannot. `is_watched`: the time must also be before a page may be evicted, and before the last of
+        the steps, which may fill a page.
         """
         num_steps = min(
             self.scheduler.horizon(now_ns),
@@ -368,13 +366,10 @@ class Replica:
         return min(now_ns + self.decode_times(num_steps).total_ns, next_ns)
 
     def quiet_until(self, now_ns: int) -> int | None:
-        """Return the end of the identical steps that could start now: no request ends before. None if they cannot."""
-        can_leap = self._leaps and not self.num_joining
-        num_steps = min(self.scheduler.horizon(now_ns) if can_leap else 0, self.scheduler.cache.most_certain_steps)
-        next_ns = self.next_ns(now_ns)
-        if not num_steps or next_ns <= now_ns:
+        """Return a time before which no request ends, if identical steps could start now; None if they cannot."""
+        if not self._leaps or self.num_joining:
             return None
-        return min(now_ns + self.decode_times(min(num_steps, MOST_STEPS)).total_ns, next_ns)
+        return self._quiet_until(now_ns, now_ns + FAR_NS, is_watched=False)
 
     def next_ns(self, now_ns: int) -> int:
         """Return when the next transfer ends, or another request may become the head of the waiting queue."""
@@ -449,12 +444,12 @@ class Replica:
         if log.emit_details is not None and cache.decodes is None:
             last_ns = end_ns - times.last_ns
             happened = log.take_from(mark)
-            for event in tell_by_step(happened, wheel.step, now_ns, last_ns, durations_ns, pages_taken, num_empty):
+            for event in tell_by_step(happened, wheel.num_steps, now_ns, last_ns, durations_ns, pages_taken, num_empty):
                 log.emit_details(event)
         if log.emit is not None:
             log.emit(
                 LeapDone(
-                    wheel.step,
+                    wheel.num_steps,
                     now_ns,
                     durations_ns,
                     pages_taken,

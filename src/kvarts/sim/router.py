@@ -49,7 +49,7 @@ class Routed(Protocol):
         """Queue `request` at `now_ns`, or return the reason why it can never run."""
 
     def refuse(self, request: Request, reason: str, now_ns: int) -> None:
-        """Emit readers of its events that `request` was refused at `now_ns` before it was queued, for `reason`."""
+        """Emit the event that `request` was refused at `now_ns` before it was queued, for `reason`."""
 
     def cancel(self, request: Request, now_ns: int) -> None:
         """Drop `request` at `now_ns`, between steps."""
@@ -224,6 +224,13 @@ class Informed:
         self.router = router
         self.engines = engines
         self._polled_ns = -1
+        for engine in engines:
+            self.record(engine)
+
+    def record(self, engine: Routed) -> None:
+        """Let `engine`, new behind the router, record what is reported, from its first step on."""
+        if self.router.reads_prefills:
+            engine.scheduler.take_computed()
 
     def poll_ns(self, now_ns: int) -> int:
         """Return the time, at most `now_ns`, at which metrics must be read; NEVER_NS if the last ones are recent
@@ -253,7 +260,7 @@ class Informed:
                 index,
                 scheduler.running.num_running,
                 scheduler.num_waiting,
-                -(-num_used // cache.page_blocks),
+                -(-num_used // cache.mean_page_blocks),
                 pages_for(waiting.num_waiting_tokens),
                 num_used / cache.pool.total,
             )

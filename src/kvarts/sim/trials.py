@@ -26,7 +26,7 @@ __all__ = ["MOST_REQUESTS", "MOST_STEPS", "ReplayTrials", "round_sizes", "spread
 GIB, MIB = 1 << 30, 1 << 20
 RATIO = 1.1
 SMALLEST = 1 / 64
-"""The smallest host memory to try, as a share of the working set."""
+"""The smallest host memory to try, as a share of all distinct pages."""
 KEPT = 0.99
 """The share of the gain of unbounded host memory that counts as all of it."""
 WORTHWHILE = 0.005
@@ -43,13 +43,16 @@ _Sizes = tuple[int, ...]
 _Task = tuple[Callable[[Trace, ReplayConfig], Report], ReplayConfig]
 
 
-def round_sizes(least_bytes: float, most_bytes: float) -> list[int]:
-    """Return round sizes such as 94 GiB, a tenth apart, from about `least_bytes` to at least `most_bytes`."""
+def round_sizes(least_bytes: float, most_bytes: float, ratio: float = RATIO) -> list[int]:
+    """Return round sizes such as 94 GiB, a tenth apart, from about `least_bytes` to at least `most_bytes`.
+
+    `ratio`: of a size to the next smaller one.
+    """
     sizes = {_rounded_up(most_bytes)}
-    size = most_bytes / RATIO
-    while size > max(least_bytes, MIB / RATIO):  # all below is rounded up to the same
+    size = most_bytes / ratio
+    while size > max(least_bytes, MIB / ratio):  # all below is rounded up to the same
         sizes.add(_rounded_up(size))
-        size /= RATIO
+        size /= ratio
     return sorted(sizes)
 
 
@@ -90,9 +93,9 @@ class ReplayTrials:
         if config.kv_groups == "off":
             return max(1, -(-(num_prompt_tokens + max_tokens - 1) // config.page_size))
         memory = config.memory
-        from kvarts.core.kv.group_needs import GroupNeeds  # imported only for a trace with KV groups
+        from kvarts.core.kv.block_sizes import needs_of  # imported only for a trace with KV groups
 
-        needs = GroupNeeds(memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
+        needs = needs_of(memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
         return -(-needs.of_request(num_prompt_tokens, max_tokens) * memory.block_bytes // memory.page_bytes)
 
     @property
@@ -113,13 +116,13 @@ class ReplayTrials:
         """Return the least host memory that keeps the hits of a replay with that `summary`; None if none helps.
 
         It is the first tier, alone: others of the configuration are left out.
-        `most_bytes`: the largest size to try, if that is more than the working set, which has no states.
+        `most_bytes`: the largest size to try, if that is more than all distinct pages, which have no states.
         """
-        if summary["working_set_pages"] is None or not self.can_have_host_memory:
+        if summary["distinct_pages"] is None or not self.can_have_host_memory:
             return None
-        working_set = summary["working_set_pages"] * self._page_bytes
-        most_bytes = max(working_set, most_bytes)
-        sizes = [size for size in round_sizes(working_set * SMALLEST, most_bytes) if size >= self._page_bytes]
+        distinct_bytes = summary["distinct_pages"] * self._page_bytes
+        most_bytes = max(distinct_bytes, most_bytes)
+        sizes = [size for size in round_sizes(distinct_bytes * SMALLEST, most_bytes) if size >= self._page_bytes]
         if not sizes:
             return None
         return self._searched(lambda asked: _least(asked, sizes, summary["prefix_hit_ratio"] or 0.0))

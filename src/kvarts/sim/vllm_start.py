@@ -1,31 +1,70 @@
-"""`--engine vllm==0.32`: a replay with the settings, blocks and KV groups with which that version of vLLM starts."""
+"""`--engine vllm`: a replay with the settings, blocks and KV groups with which a version of vLLM starts."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from math import gcd
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
 from kvarts.base.errors import ConfigError
+from kvarts.base.settings import SettingError
 
 if TYPE_CHECKING:
     from kvarts.core.kv.groups import PartGroup
     from kvarts.cost.vllm.planning import Plan, PlanGroup
     from kvarts.cost.vllm.start import Start
 
-__all__ = ["VERSIONS", "VllmStart", "start_facts"]
+__all__ = ["NEWEST", "VERSIONS", "StartRefusedError", "VersionRules", "VllmStart", "rules_of", "start_facts"]
 
 VERSIONS: dict[str, Literal["0.32", "0.33"]] = {"vllm==0.32": "0.32", "vllm==0.33": "0.33"}
 """Engines that start as a version of vLLM does."""
+NEWEST = "vllm==0.33"
+"""The version that `vllm` means, where the replay has all that it starts with."""
 LAYERS = {"mla": "latent", "window_mla": "window"}
 """Kinds of layers by the kinds of their specs, where the names differ."""
 
 
+class VersionRules(NamedTuple):
+    """Rules of the scheduler that versions do not share; the defaults are those of 0.32.
+
+    `ends_steps`: see Preemptor. `renames_states`: see GroupMemory.
+    """
+
+    ends_steps: bool = True
+    renames_states: bool = True
+
+
+RULES = {"vllm==0.33": VersionRules(ends_steps=False, renames_states=False)}
+"""By the name of an engine, those that are not the defaults."""
+
+
+def rules_of(engine: str) -> VersionRules:
+    """Return the rules of the engine with this name."""
+    return RULES.get(engine, VersionRules())
+
+
+class StartRefusedError(SettingError):
+    """A refusal by vLLM itself, in its words, or no memory left for it."""
+
+
 class VllmStart(msgspec.Struct, frozen=True):
-    """A start of vLLM: `num_blocks`, of which one stands for blocks that are not there, and the lines of its log."""
+    """A start of vLLM: `num_blocks`, its null block included, and the lines of its log.
+
+    `saves_states_inside`: prefill saves states inside chunks.
+    """
 
     num_blocks: int
     lines: tuple[str, ...]
+    saves_states_inside: bool = False
+
+    def num_pages(self, groups: Sequence[PartGroup]) -> int:
+        """Return the whole pages, each with its part of a block in every group, that the blocks hold."""
+        if not groups:
+            return max(1, self.num_blocks - 1)
+        block_bytes = groups[0].part_bytes * groups[0].block_pages
+        return max(1, (self.num_blocks - 1) * block_bytes // sum(group.part_bytes for group in groups))
 
 
 def start_facts(
@@ -33,36 +72,33 @@ def start_facts(
 ) -> dict[str, Any]:
     """Return the fields of a replay that a start decides.
 
-    Raise ConfigError with vLLM's refusal, and for what a replay does not have: blocks of several sizes, states that are
-    exported inside chunks.
+    Raise StartRefusedError with vLLM's refusal, and ConfigError for blocks of several sizes that replays do not
+    support.
     """
     if plan.refusal is not None or plan.num_blocks is None:
-        change = "a larger device, or fewer sequences" if plan.longest is None else f"max_model_len {plan.longest}"
-        raise ConfigError(f"does not start on {device}: {plan.refusal}", field="engine", hint=f"Give {change}.")
-    sizes = sorted({group.block_size for group in plan.groups})
-    if len(sizes) > 1:
-        raise ConfigError(
-            f"has blocks of {', '.join(map(str, sizes))} tokens for this model, and a replay has one size",
-            field="engine",
-            hint="Leave it out.",
-        )
-    specs = {name: spec for stage in start.specs for name, spec in stage.items()}
-    if has_prefix_caching and any(spec.num_checkpoints for spec in specs.values()):
-        raise ConfigError(
-            "saves states inside chunks for this model, which a replay does not",
-            field="engine",
-            hint="For gated delta nets, vllm==0.32 does not.",
-        )
-    groups = [_group(group, plan, specs[group.layers[0]].chunk) for group in plan.groups]
+        change = f"{{max_model_len}} {plan.longest}"
+        if plan.longest is None:
+            change = "a larger device" if plan.num_blocks is None else f"{{max_num_seqs}} {plan.num_blocks}"
+        refusal = plan.refusal or ""
+        raise StartRefusedError(f"does not start on {device}: {refusal.rstrip('.')}", "engine", hint=f"Give {change}.")
+    sizes = {group.block_size for group in plan.groups if has_prefix_caching or "state" not in group.kinds}
+    page_size = gcd(*sizes)
+    groups = [
+        _group(group, plan, group.block_size // page_size if group.block_size in sizes else 1) for group in plan.groups
+    ]
     is_whole = all(group.layer.kind in ("full", "latent") for group in groups) and len(groups) == 1
     facts: dict[str, Any] = {
-        "page_size": sizes[0],
+        "page_size": page_size,
         "max_num_batched_tokens": start.max_num_batched_tokens,
         "max_num_seqs": start.max_num_seqs,
-        "num_pages": max(1, (plan.num_blocks - 1) // len(groups)),
         "groups": () if is_whole else tuple(groups),
-        "start": VllmStart(plan.num_blocks, tuple(start.lines(plan, available_bytes))),
+        "start": VllmStart(
+            plan.num_blocks,
+            tuple(start.lines(plan, available_bytes)),
+            has_prefix_caching and any(spec.num_checkpoints for stage in start.specs for spec in stage.values()),
+        ),
     }
+    facts["num_pages"] = facts["start"].num_pages(facts["groups"])
     if not is_whole and has_prefix_caching:
         facts["prefix_cache_retention_interval"] = 0
         if any(group.layer.kind == "state" for group in groups):
@@ -70,17 +106,21 @@ def start_facts(
     return facts
 
 
-def _group(group: PlanGroup, plan: Plan, chunk: int | None) -> PartGroup:
+def _group(group: PlanGroup, plan: Plan, num_pages: int) -> PartGroup:
     from kvarts.core.kv.groups import PartGroup
     from kvarts.core.kv.layers import KvLayer
 
     assert plan.block_bytes is not None
     kinds = set(group.kinds)
     kind = next((each for each in ("full", "mla", "state", "chunk", "window", "window_mla") if each in kinds), "full")
-    span = group.window if kind.startswith("window") else chunk if kind == "chunk" else None
+    span = group.window if kind.startswith("window") else group.chunk if kind == "chunk" else None
     layer: Any = {"kind": LAYERS.get(kind, kind), "span": span}
     if kind == "state":
         layer["state_bytes"] = plan.block_bytes
     else:
         layer |= {"num_heads": 1, "head_numbers": 1}
-    return PartGroup(KvLayer(**layer), part_bytes=plan.block_bytes, num_layers=len(group.layers))
+    if plan.block_bytes % num_pages:
+        what = f"has blocks of {plan.block_bytes:,} bytes, which pages do not divide into {num_pages}"
+        raise ConfigError(what, field="engine", hint="Leave it out.")
+    part_bytes = plan.block_bytes // num_pages
+    return PartGroup(KvLayer(**layer), part_bytes, len(group.layers), num_pages, is_latent=kind == "window_mla")

@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvarts import ConfigError, Content, CountPool, IdPool, KvartsError, LruOrder, PageCache, PageError, PrefixTree
+from kvarts import ConfigError, KvartsError
+from kvarts.core.content import Content
+from kvarts.core.kv.page_cache import PageCache
+from kvarts.core.kv.pool import CountPool, IdPool, PageError
+from kvarts.core.kv.tree import PrefixTree
+from kvarts.policies import LruOrder
 
 
 def content(*tokens: int, owner: int = 0) -> Content:

@@ -11,8 +11,8 @@ from kvarts.core.kv.eviction import LruOrder, Node
 from kvarts.core.kv.page_cache import PageCache
 from kvarts.core.kv.pool import IdPool
 from kvarts.core.kv.tree import PrefixTree
+from kvarts.testing import EvictionOrderContract, drive
 
-from builders.eviction_contract import EvictionOrderContract, drive
 from builders.guide_policies import LeastHits
 from builders.orders import FewestHits
 

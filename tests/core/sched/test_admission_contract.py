@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvarts.core.request import RequestState
-from kvarts.core.sched.policy import NEVER_NS, AdmissionPolicy, PriorityPolicy
+from kvarts.core.sched.policy import NEVER_NS, AdmissionPolicy, PriorityPolicy, QueuePolicy
+from kvarts.testing import MS, AdmissionPolicyContract, waiting_request
 
-from builders.admission_contract import MS, AdmissionPolicyContract, waiting_request
 from builders.guide_policies import ShortestFirst, shortest_first
 
 pytestmark = pytest.mark.laws
@@ -16,6 +16,22 @@ pytestmark = pytest.mark.laws
 class TestPriority(AdmissionPolicyContract):
     def make(self) -> AdmissionPolicy:
         return PriorityPolicy()
+
+
+class TestQueue(AdmissionPolicyContract):
+    def make(self) -> AdmissionPolicy:
+        return QueuePolicy()
+
+    def test_a_preempted_request_waits_again(self) -> None:
+        """Behind those that came before it waits again, as in SGLang."""
+        policy = self.make()
+        one, two = waiting_request(0), waiting_request(1)
+        for request in (one, two):
+            policy.push(request)
+        policy.remove(one)
+        one.state = RequestState.PREEMPTED
+        policy.push(one)
+        assert [request.index for request in policy] == [1, 0] and policy.head(0) is two
 
 
 class TestShortestFirst(AdmissionPolicyContract):

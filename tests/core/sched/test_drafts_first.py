@@ -8,7 +8,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvarts.base.errors import ConfigError
@@ -119,8 +119,8 @@ class Kept:
         self.events += events
 
 
-@given(drafted())
-def test_every_step_is_as_in_the_naive_engine(case: Drafted) -> None:
+def played(case: Drafted) -> tuple[list[Event], list[Request], NaiveDraftEngine, list[NaiveRequest]]:
+    """Events and requests of both engines: ours, then the naive one."""
     config, sampler, kept = case.config, Sampler(case), Kept()
     engine = engine_with(config, sampler, audit="laws", readers=[kept], drafter=sampler, num_draft_slots=case.num_slots)
     naive = NaiveDraftEngine(
@@ -153,16 +153,49 @@ def test_every_step_is_as_in_the_naive_engine(case: Drafted) -> None:
             naive.step(step * STEP_NS)
         step += 1
         assert step < 10_000, "L8: a request never ended"
-    done = [event for event in kept.events if isinstance(event, StepDone)]
+    return kept.events, ours, naive, theirs
+
+
+FILLED_AGAIN = Drafted(
+    EngineConfig(num_pages=5, page_size=1, max_num_batched_tokens=4, max_num_seqs=2),
+    num_slots=1,
+    asks=[(0, [0, 5], [7]), (1, [0], [5, 0]), (1, [1], [2, 2])],
+    drafts=[[(0, 0)], [(0, 0)] * 2, [(0, 0)] * 2],
+)
+"""A decode fills a page whose content is cached, at its turn; the next one evicts the older copy, and not the last."""
+
+
+@example(FILLED_AGAIN)
+@given(drafted())
+def test_every_step_is_as_in_the_naive_engine(case: Drafted) -> None:
+    events, ours, naive, theirs = played(case)
+    done = [event for event in events if isinstance(event, StepDone)]
     assert [(e.num_used, e.num_cached, e.num_running, e.num_waiting) for e in done] == [
         (e.used, e.cached, e.running, e.waiting) for e in naive.steps
     ]
-    preempted = [(e.victim, e.asker) for e in kept.events if isinstance(e, Preemption)]
+    preempted = [(e.victim, e.asker) for e in events if isinstance(e, Preemption)]
     assert preempted == [(victim, asker) for victim, asker, _ in naive.preempted]
-    assert evicted_names(kept.events) == naive.evicted
+    assert evicted_names(events) == naive.evicted
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine.cached_tokens, mine.num_admissions) == (other.others_hit_tokens, other.admissions)
+        assert mine.recomputed_tokens == other.recomputed_tokens
         assert mine.content.num_known_tokens >= mine.num_known - 1
+
+
+def test_accepted_tokens_that_are_found_again_after_a_preemption_are_no_hits() -> None:
+    """The second request finds 3 tokens and computes 7, of which 5 were drafted; then it is preempted, and finds all 10
+    in the pages of the first. Only the first 3 are hits of the workload."""
+    case = Drafted(
+        EngineConfig(num_pages=22, page_size=1, max_num_batched_tokens=12, max_num_seqs=2),
+        num_slots=5,
+        asks=[(0, list(range(14)), [20, 21, 22]), (0, list(range(4)), list(range(4, 12)))],
+        drafts=[[(0, 0)] * 3, [(5, 5), *[(0, 0)] * 7]],
+    )
+    events, ours, _, theirs = played(case)
+    assert [(e.victim, e.asker, e.num_computed_tokens) for e in events if isinstance(e, Preemption)] == [(1, 0, 10)]
+    assert [request.num_admissions for request in ours] == [1, 2]
+    assert [request.cached_tokens for request in ours] == [0, 3]
+    assert [request.others_hit_tokens for request in theirs] == [0, 3]
 
 
 @given(served(), guessers())

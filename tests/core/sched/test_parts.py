@@ -20,7 +20,7 @@ from kvarts.cost.simulated import SimExecutor
 from kvarts.sim.fleet.config import FleetConfig
 from kvarts.sim.replay import open_replica
 
-from builders.engines import make_scheduler
+from builders.engines import make_scheduler, request_of
 
 # A compiled class has attributes, but no __slots__.
 HOOKS = tuple(sorted(name for name, kind in vars(Hooks).items() if isdatadescriptor(kind) and name != "gates"))
@@ -63,6 +63,7 @@ def test_gates_stand_in_the_order_of_the_rule() -> None:
 def test_a_part_acts_only_where_it_says() -> None:
     assert hooks_of(make(async_scheduling=True)) == ["after", "changes", "finishes", "planned"]
     assert hooks_of(make(long_prefill_token_threshold=8)) == ["before", "planned"]
+    assert hooks_of(make(prefill_schedule_interval=4)) == ["before", "changes", "closing", "planned"]
     assert hooks_of(make(max_itl_ms=50.0)) == []
 
 
@@ -83,3 +84,16 @@ def test_a_bound_of_latency_needs_the_cost_of_steps() -> None:
     config = EngineConfig(num_pages=8, page_size=16, max_itl_ms=5.0)
     with pytest.raises(ConfigError, match="an engine of its own"):
         build_engine(config, SimExecutor(LinearCost(step_ms=1.0)))
+
+
+def test_prompts_wait_for_their_step_while_something_decodes() -> None:
+    """The first prompt starts at once; the second one, four steps after it, though it is there before."""
+    scheduler = make_scheduler(EngineConfig(num_pages=64, page_size=1, max_num_seqs=4, prefill_schedule_interval=4))
+    steps = []
+    for now in range(6):
+        if now < 2:
+            scheduler.add(request_of(now, range(100 * now, 100 * now + 9), 20))
+        plan = scheduler.schedule(now)
+        steps.append((len(plan.batch.chunks), plan.batch.num_decodes))
+        scheduler.commit(now + 1)
+    assert steps == [(1, 0), (0, 1), (0, 1), (0, 1), (1, 1), (0, 2)]

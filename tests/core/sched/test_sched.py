@@ -216,6 +216,7 @@ def test_the_scheduler_says_why_the_head_waits(config: EngineConfig, blocked: Bl
         ("max_num_batched_tokens", -1),
         ("profile", "best"),
         ("long_prefill_token_threshold", -1),
+        ("prefill_schedule_interval", 0),
         ("watermark", 1.5),
     ],
 )

@@ -116,7 +116,7 @@ def told(used: str | None = None, *below: str) -> tuple[EvictionsTold, dict[str,
     """Pages a, then b and c after it, all cached but the one in use; some of them are below."""
     books = TierBooks(("host", "disk"), full_prompt_hits=False)
     findings: list[tuple[str, bytes]] = []
-    evictions = EvictionsTold(books, lambda what, group, name: findings.append((what, name)), PageDigests())
+    evictions = EvictionsTold(books, 2, lambda what, group, name: findings.append((what, name)), PageDigests())
     ledger = evictions.ledger = Ledger((LedgerGroup("full", 1),), 3, choose=evictions.choose)
     parts = {}
     for name, before in (("a", None), ("b", b"a"), ("c", b"a")):

@@ -20,7 +20,7 @@ from kvarts.core.events import Cancelled, Event, PartsGivenBack
 from kvarts.core.kv.groups import GroupMemory, PartGroup
 from kvarts.core.kv.layers import KvLayer
 from kvarts.core.kv.run_cache import RunCache
-from kvarts.core.kv.runs import table_of_transfer
+from kvarts.core.kv.runs import PartRun, table_of_transfer
 from kvarts.core.tiers.config import LoadKv, OffloadConfig
 from kvarts.core.tiers.part_policy import LazyParts
 from kvarts.core.tiers.part_tier import PartTier
@@ -76,8 +76,8 @@ def test_tokens_of_a_front_are_no_hits_when_the_load_behind_them_has_failed() ->
     )  # fmt: skip
     report = tiers.replayed()
     assert report.summary["transfers"]["num_failed"] == 2
-    assert report.step_logs[0].columns["tokens"].tolist() == [17, 29, 56, 18, 6]
-    assert report.request_columns["cached_tokens"].tolist() == [0, 16, 0, 50 - 18 - 6]
+    assert report.step_logs[0].columns["tokens"].tolist() == [17, 29, 56, 17, 6]
+    assert report.request_columns["cached_tokens"].tolist() == [0, 16, 0, 50 - 17 - 6]
 
 
 @given(WITH_CANCELS)
@@ -97,6 +97,22 @@ def test_leaps_change_nothing_with_every_limit_of_a_step(
     fast = tiers.replayed(max_itl_ms=max_itl_ms)
     assert_same_outcome(fast, tiers.replayed(max_itl_ms=max_itl_ms, step_by_step=True))
     assert_same_outcome(fast, tiers.replayed(max_itl_ms=max_itl_ms, audit=False))
+
+
+@given(WITH_CANCELS, st.sampled_from([0, 1, 2, 8]), st.sampled_from(["placed", "async", "sync"]), st.booleans())
+def test_parts_of_sparse_retention_are_stored_and_loaded_as_others(
+    tiers: Grouped, pages_between: int, load_kv: LoadKv, plans_ahead: bool
+) -> None:
+    """L1, L2, L4, L5, audited: what the device retains is stored, and what a load brings is retained likewise."""
+    tiers.states = "align"
+    tiers.groups = tuple(replace(group, layer=replace(group.layer, sink=0)) for group in tiers.groups)
+    if load_kv != "placed":
+        fail_every = tiers.offload.fail_every if load_kv == "async" else 0
+        tiers.offload = replace(tiers.offload, load_kv=load_kv, load_overlap="none", fail_every=fail_every)
+    changes: dict[str, Any] = {"kv_groups": "all", "async_scheduling": plans_ahead}
+    changes["prefix_cache_retention_interval"] = pages_between * tiers.case.page_size
+    fast = tiers.replayed(**changes)
+    assert_same_outcome(fast, tiers.replayed(audit=False, step_by_step=True, **changes))
 
 
 @pytest.mark.parametrize("is_lazy", [False, True])
@@ -135,8 +151,25 @@ def test_a_window_that_needs_no_page_of_a_prefix_leaves_no_run_without_a_part() 
     pin = table_of_transfer(1)
     tier.place(table.last, 0, 0, 4, pin)
     tier.settle(pin, is_stored=True)
-    tier.touch(table.last, 2)
+    tier.touch(content, 2)
     tier.check([])
+
+
+def test_what_a_store_alone_held_keeps_its_place_in_the_list() -> None:
+    """Else what is stored last would be evicted first, although others have been idle for longer."""
+    cache = RunCache(GroupMemory((WINDOW,), "all"), page_size=1, total_bytes=20)
+    for owner in range(3):
+        content = Content.from_tokens([owner, owner], page_size=1, owner=owner)
+        table = cache.begin(content, cache.match(content, 0))
+        cache.extend(table, 2)
+        cache.close(table, 2)
+    entries = list(cache.entries())
+    for entry in entries[:2]:
+        assert isinstance(entry, PartRun)
+        store = table_of_transfer(1)
+        cache.hold_in_place(entry, store)
+        cache.unhold(store, go_first=True)
+    assert list(cache.entries()) == entries
 
 
 def test_what_a_store_alone_held_and_nothing_keeps_is_empty_after_it() -> None:
@@ -234,6 +267,19 @@ def test_nothing_is_computed_again_that_could_be_hit(case: Case, groups: tuple[P
     # Where what leaves a window stays cached, the device itself may have more.
     as_much = found >= expected if keeps == "all" else found == expected
     assert as_much.all()
+
+
+def test_a_state_is_found_that_is_not_the_last_of_a_stored_run() -> None:
+    """States of consecutive pages are one run below the device, and each of them can be resumed from."""
+    prompts = [[*range(12)], [0, 1000, 1000], [*range(10), 1000]]
+    rows = [Row(60_000 * place, units, len(units), 1, None, 0, None) for place, units in enumerate(prompts)]
+    window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=1), 1)
+    state = PartGroup(KvLayer(kind="state", num_heads=0, head_numbers=0, state_bytes=1), 1)
+    tiers = Grouped(
+        Case(rows, 1, 2, 7, 4, 4, "default", 1), (window, state), "all", OffloadConfig(host_pages=9, **FAST)
+    )
+    columns = tiers.replayed().request_columns
+    assert columns["cached_tokens"].tolist() == columns["host_tokens"].tolist() == [0, 0, 10]
 
 
 @pytest.mark.parametrize("keeps", ["all", "tails"])

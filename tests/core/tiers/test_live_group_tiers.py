@@ -57,7 +57,7 @@ def run_of(case: Case, groups: tuple[PartGroup, ...], keeps: Any, tiers: Prepare
     returning(max_requests=16),
     live_groups(),
     st.sampled_from(["all", "tails"]),
-    st.sampled_from(["eager", "lazy"]),
+    st.sampled_from(["eager", "lazy", "exclusive"]),
     st.sampled_from([2, 20, 500]),
     st.sampled_from([None, 3, 30, 500]),
     st.sampled_from([0, 0, 2, 5]),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvarts.core.tiers.config import OffloadConfig
@@ -18,7 +19,9 @@ from kvarts.sim.traffic.workload import FixedLength, Workload
 pytestmark = pytest.mark.laws
 
 PAGE_SIZE = 16
-NUM_SEEDS = 4
+SEEDS = (range(4), range(4, 28))
+"""Where the mean over the first seeds is worse, which happens by chance in some of hundreds of examples, the second
+decide: they are so many that their mean is not."""
 WORSE = 1.05
 """How much worse TTFT may be with a tier, beside the longest step: hits on a small device depend on every microsecond,
 with and without a tier, so that single replays differ by more, in both directions."""
@@ -73,24 +76,35 @@ def longest_step_ms(report: Report) -> float:
 
 
 def assert_no_worse(traffic: Workload, config: ReplayConfig, offload: OffloadConfig) -> None:
+    few, many = SEEDS
+    if worse_with_a_tier(traffic, config, offload, few):
+        assert not (worse := worse_with_a_tier(traffic, config, offload, many)), worse
+
+
+def worse_with_a_tier(traffic: Workload, config: ReplayConfig, offload: OffloadConfig, seeds: Sequence[int]) -> str:
+    """Return what of TTFT is worse with the tier, in the mean over `seeds`; empty if nothing is."""
     with_tier = msgspec.structs.replace(config, offload=offload)
     sums = {"mean": [0.0, 0.0], "p99": [0.0, 0.0]}
     step_ms = 0.0
-    for seed in range(NUM_SEEDS):
+    for seed in seeds:
         seeded = msgspec.structs.replace(traffic, seed=seed)
         reports = [replay(seeded, each) for each in (config, with_tier)]
         step_ms = max(step_ms, longest_step_ms(reports[0]))
         for which, sums_of in sums.items():
             for place, report in enumerate(reports):
-                sums_of[place] += report.summary["ttft_ms"][which] / NUM_SEEDS
-    for which, (alone_ms, tier_ms) in sums.items():
-        assert tier_ms <= WORSE * alone_ms + step_ms, f"{which} TTFT: {alone_ms:.1f} ms alone, {tier_ms:.1f} with it"
+                sums_of[place] += report.summary["ttft_ms"][which] / len(seeds)
+    worse = [
+        f"{which} TTFT over {len(seeds)} seeds: {alone_ms:.1f} ms alone, {tier_ms:.1f} with it"
+        for which, (alone_ms, tier_ms) in sums.items()
+        if tier_ms > WORSE * alone_ms + step_ms
+    ]
+    return "; ".join(worse)
 
 
 @given(
     traffics(),
     st.sampled_from([1.05, 1.5, 3.0, 6.0]),
-    st.sampled_from(["eager", "lazy"]),
+    st.sampled_from(["eager", "lazy", "exclusive"]),
     st.sampled_from(RATES),
     st.sampled_from([0.1, 1.0, 10.0]),
     st.sampled_from(["none", "layers"]),
@@ -107,13 +121,40 @@ def test_a_tier_of_whole_pages_never_hurts(
     assert_no_worse(traffic, config_of("qwen3-8b", num_pages, None), offload)
 
 
+SHARED_PREFIX = Workload(
+    num_sessions=8,
+    turns_per_session=1,
+    new_tokens=FixedLength(100),
+    output_tokens=FixedLength(60),
+    prefix_tokens=900,
+    sessions_per_s=4.0,
+    think_time_s=0.5,
+)
+"""The windows of decodes pass the first page of the prefix, without which nobody finds it, preempted requests included:
+it must not be evicted before what became idle earlier."""
+
+PREEMPTED = Workload(
+    num_sessions=24,
+    turns_per_session=4,
+    new_tokens=FixedLength(100),
+    output_tokens=FixedLength(60),
+    sessions_per_s=1.0,
+    think_time_s=0.5,
+)
+"""One in ten requests is preempted: over the first four seeds, the p99 of TTFT is 7 % longer with a tier, but over 64
+seeds 0.2 % longer with `lazy` and 0.5 % shorter with `exclusive`, with a standard error of 0.7 %."""
+
+
 @pytest.mark.slow
+@example(PREEMPTED, "gemma-3-27b", 1.5, "all", "lazy", "10GB/s", 10.0)
+@example(SHARED_PREFIX, "gemma-3-27b", 1.5, "all", "exclusive", "100MB/s", 0.1)
+@example(SHARED_PREFIX, "gemma-3-27b", 1.5, "all", "lazy", "500MB/s", 0.1)
 @given(
     traffics(),
     st.sampled_from(["gemma-3-27b", "gpt-oss-20b"]),
     st.sampled_from([1.05, 1.5, 3.0, 6.0]),
     st.sampled_from(["all", "tails"]),
-    st.sampled_from(["eager", "lazy"]),
+    st.sampled_from(["eager", "lazy", "exclusive"]),
     st.sampled_from(RATES),
     st.sampled_from([0.1, 1.0, 10.0]),
 )
@@ -131,7 +172,7 @@ def test_a_tier_of_parts_of_pages_never_hurts(
     traffics(),
     st.sampled_from([1.05, 1.5, 3.0]),
     st.sampled_from([None, "all", "tails"]),
-    st.sampled_from(["eager", "lazy"]),
+    st.sampled_from(["eager", "lazy", "exclusive"]),
     st.sampled_from(RATES),
 )
 def test_stores_take_nothing_from_requests(

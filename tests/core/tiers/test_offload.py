@@ -446,7 +446,7 @@ def test_a_channel_takes_one_transfer_after_the_other() -> None:
         ("host_pages", -1, "at least 0"),
         ("h2d", "fast", "is not a bandwidth"),
         ("d2h", 0, "at least one byte"),
-        ("policy", "never", "'eager' or 'lazy'"),
+        ("policy", "never", "'eager', 'lazy' or 'exclusive'"),
         ("target_free", -1, "at least 0"),
         ("latency_us", -1.0, "at least 0"),
         ("workers", 0, "at least 1"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvarts.core.tiers.config import OffloadConfig, TierConfig
 from kvarts.sim.replaying import replay
 
-from builders.case import ROUTERS
+from builders.case import ROUTERS, Case, Row
 from builders.grouped import assert_same_outcome
 from builders.laws import assert_as_in_naive, assert_fast_as_slow, assert_tokens_counted_once
 from builders.outcome import run_kvarts
@@ -30,6 +31,34 @@ def run_naive_offload(tiers: Tiered) -> tuple[list[NaiveRequest], list[NaiveOffl
     return requests, engines
 
 
+FAST: dict[str, Any] = {"read": 1_000_000_000, "write": 1_000_000_000, "latency_us": 0.0}
+SPILL_THAT_EVICTS = Tiered(
+    Case(
+        [
+            Row(0, units, num_prompt, num_output, None, priority, tenant)
+            for units, num_prompt, num_output, priority, tenant in (
+                ([0, 2, 0, 2, 3, 0, 3, 3], 15, 39, 1, "a"),
+                ([0, 0, 0, 0, 0, 3, 1, 2, 2], 18, 24, 0, None),
+                ([0, 2, 0, 2, 3], 10, 33, 0, None),
+                ([0, 2, 1, 2, 1, 0, 2, 1, 1, 0, 1, 2], 23, 15, 0, None),
+                ([0, 2, 1, 2, 1, 0, 2, 1, 1, 0, 1, 2], 24, 16, 1, None),
+                ([0, 2, 0, 2, 2, 2, 3, 2], 16, 38, -1, None),
+            )
+        ],
+        2, 3, 19, 64, 8, "default", 1, watermark=0.1,
+    ),
+    OffloadConfig(
+        tiers=(
+            TierConfig(name="host", pages=1, **FAST), TierConfig(name="cxl", pages=4, **FAST),
+            TierConfig(name="disk", kind="files", pages=5, **FAST),
+        ),
+        policy="eager", target_free=0, kv_bytes_per_token=BYTES_PER_TOKEN, store_within_ms=20.0, fail_every=5,
+    ),
+)  # fmt: skip
+"""What spills from host memory evicts a page between the tiers, and the files lose at once what follows it."""
+
+
+@example(SPILL_THAT_EVICTS)
 @given(st.booleans().flatmap(lambda limits: tiered(max_requests=12, limits=limits, all_loads=True, lists=True)))
 def test_everything_is_as_in_the_naive_engine(tiers: Tiered) -> None:
     """L1 to L4, L7, L8: requests, steps, evictions and transfers, in every tier."""

@@ -116,9 +116,8 @@ def test_the_engine_is_read_with_whose_parts_a_match_is_the_longest(
         assert reads.unsent == [asked]
         view.drop(pins[1], [1 << 62] * len(memory.groups))
         assert reads.loaded_from == {asked: view.num_used_blocks}
-    spans, _ = caches[0].tree.walk(content, most)
-    hosts[0].end_load(pins[0], spans[-1] if spans else None, most)
-    view.end_load(pins[1], spans[-1] if spans else None, most)
+    hosts[0].end_load(pins[0], content, most)
+    view.end_load(pins[1], content, most)
     assert not any(host.used_bytes for host in hosts) and not view.used_bytes
     check(hosts, view)
 

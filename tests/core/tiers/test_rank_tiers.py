@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts import PolynomialCost, ReplayConfig, replay
+from kvarts import ReplayConfig, replay
 from kvarts.core.sched.plan import Batch
 from kvarts.core.tiers.config import OffloadConfig
+from kvarts.cost.polynomial import PolynomialCost
 from kvarts.sim.sessions import SessionReplay
 
 from builders.case import ROUTERS, Case

@@ -63,10 +63,13 @@ def test_a_page_goes_on_to_files_only_after_those_before_it() -> None:
         check_outputs(arrivals, config, offload, Random(12), files=PageFiles(directory, max_bytes=1 << 20))
 
 
-@pytest.mark.parametrize("policy", ["eager", "lazy"])
-def test_pages_come_back_from_host_memory(policy: str) -> None:
+@pytest.mark.parametrize("has_drafts", [False, True])
+@pytest.mark.parametrize("policy", ["eager", "lazy", "exclusive"])
+def test_pages_come_back_from_host_memory(policy: str, has_drafts: bool) -> None:
+    """With drafts as well, whose tokens must not keep a tier from being read."""
     arrivals, config, offload = busy(policy)
-    engine, _ = check_outputs(arrivals, config, offload, Random(0))
+    drafter = Guesser(0, wrong=0.3, most=3) if has_drafts else None
+    engine, _ = check_outputs(arrivals, config, offload, Random(0), drafter=drafter)
     offloader = offloader_of(engine)
     assert offloader.counts.num_loads > 0
     assert offloader.counts.num_stores > 0

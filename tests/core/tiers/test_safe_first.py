@@ -18,11 +18,10 @@ from kvarts.core.kv.tree import PrefixTree
 from kvarts.core.tiers.config import OffloadConfig
 from kvarts.core.tiers.opening import open_offloader
 from kvarts.core.tiers.safe_first import Below, SafeFirst
+from kvarts.testing import EvictionOrderContract, drive, hold_found
 
 from builders.cache_machine import CacheMachine
-from builders.eviction_contract import EvictionOrderContract, drive
 from builders.orders import FewestHits
-from builders.table import hold_found
 from oracles.page_by_page import Name, PageByPage, SafeFirstPages
 
 pytestmark = pytest.mark.laws

@@ -167,6 +167,38 @@ TestSharedParts = StoreMachine.TestCase
 TestSharedParts.settings = settings(stateful_step_count=40)
 
 
+class Drawn:
+    """Draws these values."""
+
+    def __init__(self, *values: Any) -> None:
+        self._values = list(values)
+
+    def draw(self, _strategy: object) -> Any:
+        return self._values.pop(0)
+
+
+def test_a_load_is_a_use_of_the_store_although_its_device_has_lost_all_that_it_brought() -> None:
+    """A step used it early, and its request has ended before it."""
+    machine: Any = StoreMachine()
+    machine.build(
+        first=PartGroup(FULL, 1), others=[], page_size=1, num_blocks=8, store_blocks=10, sizes=[[]] * NUM_ENGINES,
+        limit=100, keeps="all",
+    )  # fmt: skip
+    machine.serve_elsewhere(Drawn(), engine=1, tokens=[1, 0, 1])
+    machine.load(
+        Drawn(False), tokens=[1, 0, 1, 1], tenant=None, is_forgotten=False, is_cleared=False, ends=False, depths=(),
+        has_front=False,
+    )  # fmt: skip
+    machine.use_early(Drawn(*machine.loads))
+    machine.close(Drawn(0))
+    machine.serve_elsewhere(Drawn(), engine=1, tokens=[0, 0])
+    machine.forget_device()
+    machine.end_used(Drawn(0))
+    machine.agrees()
+    assert [part.key[1][1] for part in machine.model.below[-1].idle()] == [(0, 0), (0,), (1, 0, 1), (1, 0), (1,)]
+    machine.teardown()
+
+
 def test_runs_of_one_span_that_two_engines_have_stored_stay_apart() -> None:
     """Each is told the eviction of what it has stored, although both were used together."""
     memory = GroupMemory((PartGroup(KvLayer(kind="full", num_heads=1, head_numbers=2), part_bytes=1),))
@@ -183,7 +215,7 @@ def test_runs_of_one_span_that_two_engines_have_stored_stay_apart() -> None:
             pin = table_of_transfer(1)
             views[engine].place(span, 0, start, start + 3, pin)
             views[engine].settle(pin, is_stored=True)
-    views[0].touch(span, 6)
+    views[0].touch(content, 6)
     shared.parts.evict(6)
     assert told == [[(PagesStored, 0, 3), (PagesRemoved, 0, 3)], [(PagesStored, 3, 6), (PagesRemoved, 3, 6)]]
 

@@ -157,6 +157,20 @@ class TierMachine(RuleBasedStateMachine):
             self.tier.lose(content, page, page + 1)
             self.model.lose(name)
 
+    @precondition(lambda self: self.contents)
+    @rule(data=st.data())
+    def move_out(self, data: st.DataObject) -> None:
+        content = data.draw(st.sampled_from(self.contents))
+        end = data.draw(st.integers(0, content.num_known_pages))
+        start = data.draw(st.integers(0, end))
+        names = self.names(content, end)
+        if not self.device.issuperset(names):
+            return
+        self.tier.move_out(content, start, end)
+        for name in names[start:]:
+            if name in self.model.entries:
+                self.model.move_out(name)
+
     @rule()
     def reset(self) -> None:
         if len(self.contents) % 5 == 4:

@@ -70,6 +70,7 @@ PARAMETERS = {
     "qwen3-14b": 14_768_307_200,
     "minimax-m2": 228_689_748_992,
     "minimax-m2.5": 228_689_748_992,
+    "smollm2": 134_515_008,
 }
 KV_BYTES_PER_TOKEN = {
     "llama-3.1-8b": 32 * 2 * 8 * 128 * 2,
@@ -126,6 +127,7 @@ KV_BYTES_PER_TOKEN = {
     "qwen3-14b": 40 * 2 * 8 * 128 * 2,
     "minimax-m2": 62 * 2 * 8 * 128 * 2,
     "minimax-m2.5": 62 * 2 * 8 * 128 * 2,
+    "smollm2": 30 * 2 * 3 * 64 * 2,
 }
 
 

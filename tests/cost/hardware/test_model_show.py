@@ -23,7 +23,7 @@ def values(*arguments: str) -> dict[str, Any]:
 
 
 def test_groups_and_sequences_in_json() -> None:
-    gpt = values("gpt-oss-120b", "--device", "h100-80gb")
+    gpt = values("gpt-oss-120b", "--device", "h100-80gb", "--engine", "none")
     layer = 16 * 2 * 8 * 64 * 2
     window, full = gpt["kv_groups"]
     assert (window["kind"], window["num_layers"], window["window"], window["page_bytes"]) == (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from fractions import Fraction
 from math import prod
@@ -476,7 +477,28 @@ def test_a_layout_file_states_any_model(tmp_path: Path) -> None:
 
 def test_every_id_is_read() -> None:
     for name in hub_models():
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+", name)
         assert load_geometry(name).kv_bytes_per_token() > 0
+
+
+@pytest.mark.parametrize(
+    ("repository", "weights_gib", "name"),
+    [
+        ("moonshotai/Kimi-K2.5", 553, "kimi-k2.5"),
+        ("moonshotai/Kimi-K2.7-Code", 553, "kimi-k2.5"),
+        ("nvidia/Qwen3.6-27B-NVFP4", 19, "nvidia/Qwen3.6-27B-NVFP4"),
+        ("Qwen/Qwen3.6-27B", 50, "qwen3.6-27b"),
+        ("deepseek-ai/DeepSeek-V3.1", 627, "deepseek-v3.1"),
+        ("nvidia/DeepSeek-V3.1-NVFP4", 360, "nvidia/DeepSeek-V3.1-NVFP4"),
+        ("Qwen/Qwen3-8B-FP8", 9, "Qwen/Qwen3-8B-FP8"),
+        ("meta-llama/Llama-3.1-8B-Instruct", 15, "llama-3.1-8b"),
+        ("zai-org/GLM-4.6", 657, "glm-4.7"),
+    ],
+)
+def test_weights_of_an_id_have_the_format_of_its_repository(repository: str, weights_gib: int, name: str) -> None:
+    geometry = load_geometry(repository)
+    assert geometry.name == name
+    assert round(geometry.weight_bytes / 2**30) == weights_gib
 
 
 def write_gguf(path: Path, values: dict[str, int | str], tensors: dict[str, tuple[int, ...]], kind: int) -> int:

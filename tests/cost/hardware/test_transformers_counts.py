@@ -115,6 +115,57 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+KINDS = ["linear_attention", "full_attention"] * 2
+COUNTED: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "arcee": {},
+    "cohere": {},
+    "dots1": {**INDEXER, "layer_types": ["full_attention"] * 4},
+    "ernie4_5": {},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
+    "exaone_moe": {
+        **EXPERTS,
+        **ALTERNATING,
+        "sliding_window_pattern": "LG",
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    },
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "glm": {},
+    "glm4": {},
+    "granite_swa": ALTERNATING,
+    "granitemoe": {"num_local_experts": 4},
+    "granitemoe_swa": {**ALTERNATING, "num_local_experts": 4, "shared_intermediate_size": 16},
+    "granitemoeshared": {"num_local_experts": 4, "shared_intermediate_size": 16},
+    "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "jamba": {
+        "num_experts": 4,
+        "mamba_d_state": 16,
+        "mamba_dt_rank": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "use_mamba_kernels": False,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8},
+    "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "olmo2": {},
+    "olmo_hybrid": {**DELTA, "linear_num_value_heads": 2, "layer_types": KINDS},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize("family", COUNTED)
+def test_parameters_of_small_models_are_those_of_the_modules(tmp_path: Path, family: str) -> None:
+    small = {key: value for key, value in SMALL.items() if key != "head_dim" or family != "apertus"}
+    values = {**small, **COUNTED[family]}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": family, **values}))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **values))
+    assert load_geometry(path).num_parameters == sum(weight.numel() for weight in model.parameters())
+
+
 SLOW = {"qwen3_next", "qwen3_5_text", "qwen3", "mistral", "gemma2"}
 
 

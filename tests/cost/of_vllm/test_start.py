@@ -128,3 +128,11 @@ def test_lines_are_those_of_a_log() -> None:
     gemma = started("gemma-3-27b")
     lines = gemma.lines(gemma.plan(available))
     assert "Add 2 padding layers" not in lines[0] and "Add 8 padding layers, may waste at most 15.38%" in lines[0]
+
+
+def test_lengths_and_splits_that_vllm_does_not_build_are_refused() -> None:
+    plan = started("qwen3-32b", max_model_len=40_961).plan(40 << 30)
+    assert plan.refusal is not None and plan.longest == 40_960
+    assert plan.refusal.startswith("User-specified max_model_len (40961) is greater than the derived max_model_len")
+    split = started("nemotron-3-nano-30b-a3b", tensor_parallel=16).plan(40 << 30)
+    assert split.refusal is not None and split.refusal.startswith("If tensor parallel world size does not divide")

@@ -300,7 +300,7 @@ def test_a_session_that_ends_with_an_error_raises_that(runtime: FakeRuntime, add
 
 def test_tls_and_a_token(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path)
-    binding = Binding(address=ANY_PORT, tls_cert=cert, tls_key=key)
+    binding = Binding(tls_cert=cert, tls_key=key)
     runtime = FakeRuntime()
     with serving_on_a_thread(runtime, binding, owners=Owners({"secret": "ann"})) as address:
         with Sessions(address, tls_ca=cert, token="secret") as sessions:
@@ -325,7 +325,7 @@ def test_a_certificate_that_has_expired_or_is_for_another_host_is_not_trusted(
 ) -> None:
     cert, key = make_certificate(tmp_path, "wrong", **wrong)
     runtime = FakeRuntime()
-    with serving_on_a_thread(runtime, Binding(address=ANY_PORT, tls_cert=cert, tls_key=key)) as address:
+    with serving_on_a_thread(runtime, Binding(tls_cert=cert, tls_key=key)) as address:
         for _ in range(3):
             with Sessions(address, tls_ca=cert) as sessions, pytest.raises(ServerUnreachableError):
                 sessions.create()

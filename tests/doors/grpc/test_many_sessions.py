@@ -21,7 +21,7 @@ from kvarts.run.sessions.sessions import Sessions
 from kvarts.run.sessions.table import SessionTable
 from kvarts.run.sessions.values import SessionsConfig
 
-from builders.session_server import ANY_PORT, SessionsStub, aio
+from builders.session_server import SessionsStub, aio
 from builders.sessions import check_at_rest
 
 
@@ -51,7 +51,7 @@ def test_many_clients_that_vanish_mid_stream_leave_no_page_and_no_task(
     sessions = Sessions(SessionTable(host, SessionsConfig()))
 
     async def run() -> None:
-        server = SessionServer(sessions, Binding(address=ANY_PORT))
+        server = SessionServer(sessions, Binding())
         address = await server.start()
         async with aio.insecure_channel(address) as channel:
             stub = SessionsStub(channel)

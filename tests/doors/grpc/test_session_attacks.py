@@ -22,7 +22,7 @@ from kvarts.doors.grpc.server import MAX_MESSAGE_BYTES
 from kvarts.doors.proto.kvarts.v1 import sessions_pb2 as added
 
 from builders.grpc_flood import flooding
-from builders.server_process import MIB, Process, kvarts_process, waits_of
+from builders.server_process import MIB, Process, kvarts_process, python_process, waits_of
 from builders.session_server import SessionsStub, aio
 
 Code = grpc.StatusCode
@@ -31,6 +31,8 @@ MAX_GROWTH_OF_HISTORIES_BYTES = 300 * MIB
 """Histories hold 128 MiB at most. What is computed holds its tokens a second time; two more messages are read."""
 MAX_P99_S = 0.5
 LARGE = MAX_MESSAGE_BYTES - 1_200_000
+HEAP_BYTES = 64 * MIB
+"""Reserved for an arena of glibc's, of which the first part is writable."""
 NUM_SESSIONS = 100
 ATTACK_S = 1.0
 ATTEMPTS = 4
@@ -43,7 +45,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reas
 def server(tmp_path: Path) -> Iterator[tuple[Process, str]]:
     tokens = tmp_path / "tokens"
     tokens.write_text("ann:secret\nbob:other\n")
-    options = ["--bind", "127.0.0.1:0", "--token-file", str(tokens), "--speedup", "1000"]
+    options = ["--port", "0", "--token-file", str(tokens), "--speedup", "1000"]
     with kvarts_process("serve", "sessions", "--mock", *options) as process:
         yield process, process.wait_for(r"listening on (\S+) for sessions")[1]
 
@@ -243,6 +245,24 @@ def test_health_is_answered_while_messages_about_it_never_end(server: tuple[Proc
     finally:
         for each in stuck:
             each.close()
+
+
+@pytest.mark.slow
+def test_threads_share_the_room_of_what_they_read(tmp_path: Path) -> None:
+    """Each would keep that of its largest messages: 130 MiB after minutes of hostile ones."""
+    body = tmp_path / "body"
+    body.write_bytes(zeros())
+    with python_process("kvarts", "serve", "sessions", "--mock", "--port", "0") as process:
+        address = process.wait_for(r"listening on (\S+) for sessions")[1]
+        flooding(address, f"{SESSIONS}/Info", body, "", 0.1)
+        lines = Path(f"/proc/{process.popen.pid}/maps").read_text().splitlines()
+    ranges = [[int(part, 16) for part in line.split()[0].split("-")] for line in lines]
+    heaps = [
+        start
+        for (start, end), (following, last), line in zip(ranges, ranges[1:], lines, strict=False)
+        if start % HEAP_BYTES == 0 and "rw-p" in line and (end, last) == (following, start + HEAP_BYTES)
+    ]
+    assert len(heaps) <= 2, "more arenas than two, one of which is no mapping"
 
 
 class _Stuck:

@@ -17,7 +17,7 @@ from kvarts.doors.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.doors.proto.kvarts.v1 import sessions_pb2 as added
 
 from builders.fake_runtime import FakeRuntime
-from builders.session_server import ANY_PORT, SessionsStub, aio, serving, status_of, updates_of, with_server
+from builders.session_server import SessionsStub, aio, serving, status_of, updates_of, with_server
 
 Code = grpc.StatusCode
 
@@ -140,7 +140,7 @@ def test_random_bytes_on_the_port_do_no_harm() -> None:
 def test_an_end_sends_what_was_generated_and_refuses_more() -> None:
     async def run() -> None:
         runtime = FakeRuntime(step_s=0.02)
-        server = SessionServer(runtime, Binding(address=ANY_PORT))
+        server = SessionServer(runtime, Binding())
         async with aio.insecure_channel(await server.start()) as channel:
             stub = SessionsStub(channel)
             session_id = await runtime.create("")

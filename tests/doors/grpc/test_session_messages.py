@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from kvarts.core.sampling import SamplingParams
 from kvarts.doors.client.sessions import append_request, create_request, generate_request, info_of, update_of
-from kvarts.doors.grpc.messages import bytes_of_update, info_message, params_of, parsed, settings_of
+from kvarts.doors.grpc.messages import (
+    MAX_TOKENS,
+    append_of,
+    bytes_of_update,
+    info_message,
+    params_of,
+    parsed,
+    settings_of,
+)
 from kvarts.doors.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.doors.proto.kvarts.v1 import sessions_pb2 as added
 from kvarts.run.sessions.values import (
@@ -148,3 +156,13 @@ def test_a_length_of_none_is_not_one_of_0(tokens: list[int], length: int | None)
     request = append_request("x", iter(tokens), length, True)
     assert list(request.token_ids) == tokens
     assert (request.expected_length if request.HasField("expected_length") else None) == length
+
+
+def test_too_many_tokens_are_refused_before_they_are_parsed_and_once_they_are() -> None:
+    """The error says what to do, in words that do not depend on the name of the message."""
+    many = added.AppendTokensRequest(session_id="a" * 32, token_ids=[1] * (MAX_TOKENS + 1))
+    with pytest.raises(SessionValueError, match=r"ids?, and \d+ at most\. Append them in parts\."):
+        append_of(many)
+    more = added.AppendTokensRequest(token_ids=[1] * (MAX_TOKENS + 5000))
+    with pytest.raises(SessionValueError, match=r"more than \d+ token ids\. Append them in parts\."):
+        parsed(added.AppendTokensRequest, more.SerializeToString())

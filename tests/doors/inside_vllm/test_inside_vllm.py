@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 
 from kvarts.doors.watch.metrics import parse_metrics
 
+from builders.ports import free_port
 from builders.vllm_python import vllm_environment, vllm_python
 
 pytestmark = pytest.mark.long
@@ -149,7 +150,7 @@ def test_after_kill_9_pages_are_found_in_files(expected: tuple[str, list[Any]], 
 def test_watch_verify_and_story_follow_the_tiers(tmp_path: Path) -> None:
     tiers: dict[str, Any] = {"host_memory": "1MB", "directory": str(tmp_path / "pages"), "disk": "2MB"}
     tiers["self_describing_kv_events"] = True
-    ports = free_ports(3)
+    ports = [free_port() for _ in range(3)]
     published, replayed, metrics = (f"127.0.0.1:{port}" for port in ports)
     command = [sys.executable, "-m", "kvarts"]
     watch = [*command, "watch", f"tcp://{published}", "--bind", "--replay", f"tcp://{replayed}", "--json", "--quiet"]
@@ -172,14 +173,6 @@ def test_watch_verify_and_story_follow_the_tiers(tmp_path: Path) -> None:
     told = subprocess.run(story, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     for said in ("stored in host as well", "stored in disk as well", "gone from host"):
         assert said in told
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as opened:
-        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def wait_until_listening(port: int) -> None:

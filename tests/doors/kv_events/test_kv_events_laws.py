@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts import OffloadConfig, TierConfig
+from kvarts import OffloadConfig
 from kvarts.core.content import Content
 from kvarts.core.event_log import EventReader
 from kvarts.core.events import Event, PagesRemoved, PagesStored
 from kvarts.core.keys import Adapter, BlockKey, BlockKeys, salt_of_adapter
+from kvarts.core.tiers.config import TierConfig
 from kvarts.doors.kv_events.batches import Batch, BlocksCleared, BlocksRemoved, BlocksStored, EventGroup, Wire
 from kvarts.doors.kv_events.reader import KvEventReader
 

@@ -33,7 +33,7 @@ def start() -> Iterator[Start]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     """One server for all tests that only ask."""
-    with RunningServer(audit=True, pages=2048, seed=7, trust_request_chat_template=True) as running:
+    with RunningServer(audit=True, pages=2048, seed=7) as running:
         yield running
         running.settle()
         running.assert_conserved()

@@ -112,3 +112,16 @@ def test_a_full_disk_tears_no_line(tmp_path: Path) -> None:
 
     asyncio.run(log())
     assert len(said) == 1 and len(lines_of(path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("forwarded", "client"),
+    [(None, "127.0.0.1"), ("", "127.0.0.1"), ("8.8.8.8", "8.8.8.8"), ("forged, 8.8.8.8, 127.0.0.1", "8.8.8.8")],
+)
+def test_the_client_is_the_one_that_a_proxy_on_this_machine_tells(
+    tmp_path: Path, forwarded: str | None, client: str
+) -> None:
+    path, said = tmp_path / "access.jsonl", list[str]()
+    with RunningServer(access_log=AccessLog(path, said.append)) as server:
+        call(server.url, "/health", headers={} if forwarded is None else {"x-forwarded-for": forwarded})
+    assert [line["client"] for line in lines_of(path)] == [client]

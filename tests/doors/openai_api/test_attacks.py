@@ -252,7 +252,7 @@ def test_an_error_repeats_little_of_a_request(server: Server, path: str, body: A
     [
         ("/tokenize", 30_000_000, 413),
         ("/tokenize", 4_000_000, 400),
-        ("/sleep", 100_000, 401),
+        ("/abort_requests", 100_000, 401),
         (COMPLETIONS, 30_000_000, 413),
         (COMPLETIONS, 8_000_000, 400),
     ],

@@ -87,7 +87,7 @@ def test_a_prompt_is_cached_and_salts_and_adapters_keep_it_apart(start: Any) -> 
     assert call(server.url, "/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": "x"}).status == 200
     assert [cached(model="sql"), cached(model="sql"), cached(model="mock")] == [0, 36, 36]
     assert server.cache_hits() == 36 * 5
-    assert call(server.url, "/reset_prefix_cache", b"").status == 200
+    assert call(server.url, "/reset_prefix_cache", b"").json == {"success": True}
     assert [cached(), cached()] == [0, 36]
 
 
@@ -217,13 +217,6 @@ def test_a_prompt_is_echoed(server: RunningServer) -> None:
     assert "".join(event["choices"][0]["text"] for event in events) == "echo" + text
 
 
-def test_templates_of_a_request_are_used(server: RunningServer) -> None:
-    pytest.importorskip("jinja2")
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    told = chat(server, "plain", chat_template=template, max_tokens=1)
-    assert told["usage"]["prompt_tokens"] == len(WordTokenizer().encode("plain"))
-
-
 @given(st.text(max_size=60))
 def test_any_text_is_read_back_unchanged(text: str) -> None:
     words = WordTokenizer()
@@ -276,25 +269,6 @@ def test_the_ids_of_tokens_are_told_where_asked_for(start: Start) -> None:
     first, *others = streamed(server, CHAT, chat)
     assert first["prompt_token_ids"] == reply["prompt_token_ids"]
     assert not any("prompt_token_ids" in event for event in others)
-
-
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_log_probabilities_name_tokens_by_their_ids_where_asked_for(server: RunningServer, path: str) -> None:
-    body: dict[str, Any] = {"max_tokens": 3, "return_token_ids": True, "return_tokens_as_token_ids": True}
-    if path == CHAT:
-        body |= {"messages": [{"role": "user", "content": "hello"}], "logprobs": True, "top_logprobs": 1}
-    else:
-        body |= {"prompt": "hello", "logprobs": 1}
-    choice = call(server.url, path, body).json["choices"][0]
-    names = [f"token_id:{token}" for token in choice["token_ids"]]
-    if path == CHAT:
-        entries = choice["logprobs"]["content"]
-        assert [entry["token"] for entry in entries] == names
-        assert [entry["top_logprobs"][0]["token"] for entry in entries] == names
-        assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == choice["message"]["content"]
-    else:
-        assert choice["logprobs"]["tokens"] == names
-        assert [list(top) for top in choice["logprobs"]["top_logprobs"]] == [[name] for name in names]
 
 
 def test_a_stop_text_is_in_the_answer_where_that_is_asked_for(server: RunningServer) -> None:

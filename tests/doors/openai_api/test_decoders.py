@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs kvarts[serve]")
+pytest.importorskip("httptools", reason="needs kvarts[serve]")
 
 FIRST = """
 import sys, threading, time

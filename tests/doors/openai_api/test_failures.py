@@ -169,7 +169,7 @@ def ask(server, **more):
     connection.request("POST", "/v1/completions", json.dumps({"prompt": "hello", "max_tokens": 4, **more}))
     return connection, connection.getresponse()
 
-@pytest.mark.kvarts_server(model="chat", pages=64, seed=3)
+@pytest.mark.kvarts_server(served_model_name="chat", any_model=False, pages=64, seed=3)
 def test_well_behaved(kvarts_server):
     for _ in range(2):
         connection, response = ask(kvarts_server, prompt=[1] * 40, model="chat")

@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 from weakref import WeakSet
 
 import pytest
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvarts.base.tenants import Owner
+from kvarts.doors.openai.connection import Connection
 from kvarts.doors.openai.running import RunningServer
 
 from builders.http_client import call
@@ -31,10 +31,12 @@ Start = Callable[..., RunningServer]
 
 
 def left_by(server: RunningServer, ask: Callable[[], object]) -> Counter[str]:
-    """What `ask` leaves to the collector, NUM times: objects of kvarts and uvicorn by class."""
+    """Objects of kvarts, by class, that NUM runs of `ask` leave to the collector."""
     ask()
     server.settle()
     gc.collect()
+    before = gc.get_objects()
+    """Kept until the end, so that servers of earlier tests whose threads end meanwhile are not found."""
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
@@ -44,10 +46,11 @@ def left_by(server: RunningServer, ask: Callable[[], object]) -> Counter[str]:
         time.sleep(0.05)  # for what the event loop does after an answer
         gc.collect()
         kinds = Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.garbage)
-        return Counter({kind: count for kind, count in kinds.items() if kind.startswith(("kvarts", "uvicorn"))})
+        return Counter({kind: count for kind, count in kinds.items() if kind.startswith("kvarts")})
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
+        before.clear()
         gc.enable()
 
 
@@ -115,10 +118,10 @@ def test_connections_that_are_reset_are_forgotten_at_once(start: Start) -> None:
     request = f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload
     host, _, port = urlsplit(server.url).netloc.partition(":")
 
-    def alive() -> list[HttpToolsProtocol]:
+    def alive() -> list[Connection]:
         gc.collect()
         # The type of an object, since isinstance follows weak proxies, also those whose object is gone.
-        return [each for each in gc.get_objects() if issubclass(type(each), HttpToolsProtocol)]
+        return [each for each in gc.get_objects() if issubclass(type(each), Connection)]
 
     of_others = WeakSet(alive())
     """Connections to other servers of this process, which may end at any time."""

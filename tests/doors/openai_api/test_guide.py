@@ -33,10 +33,10 @@ def test_the_examples_of_the_fixture_pass(pytester: pytest.Pytester, number: int
 def test_the_lines_of_the_readme_say_hello(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("openai")
     page = (ROOT / "README.md").read_text()
-    (lines,) = re.findall(r"^```bash\n(pip install .*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (lines,) = re.findall(r"^```bash\n(\.venv/bin/pip install .*?)^```$", page, re.MULTILINE | re.DOTALL)
     _, serve, ask, *code = lines.strip().splitlines()
-    assert (ask, code.pop()) == ("python - <<'END'", "END")
-    command = serve.removesuffix(" &").replace("8000", "0").split()
+    assert (ask, code.pop()) == (".venv/bin/python - <<'END'", "END")
+    command = serve.removesuffix(" &").removeprefix(".venv/bin/").replace("8000", "0").split()
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     with python_process(*command) as server:
         port = server.wait_for(r"http://127\.0\.0\.1:(\d+)")[1]

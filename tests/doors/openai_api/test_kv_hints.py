@@ -12,7 +12,7 @@ import pytest
 from kvarts.base.tenants import Owner
 from kvarts.core.hints import Hints, RetainedRange
 from kvarts.doors.openai.running import RunningServer
-from kvarts.plan.orders import HintedOrder, SoonestReturnOrder
+from kvarts.sim.orders import HintedOrder, SoonestReturnOrder
 from kvarts.sim.traffic.logs import load_recorded
 
 from builders.http_client import call

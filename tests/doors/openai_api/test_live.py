@@ -173,7 +173,7 @@ def test_the_page_in_a_browser(browser: Callable[[bool], Any]) -> None:
 
     driver = browser(False)
     keys = {"secret": Owner(name="red")}
-    with RunningServer(api_key=keys, pages=256, cost="linear:step_ms=10", offload=None) as server:
+    with RunningServer(api_key=keys, pages=256, cost="linear:step_ms=10") as server:
         server.excuse("unread stream")
 
         def ask(number: int) -> None:

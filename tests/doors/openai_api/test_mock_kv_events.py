@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("zmq")
 
+from kvarts.sim.config import ReplayConfig
+
 from builders import preforked
 from builders.kv_event_client import open_client
 from oracles.naive_kv_events import NaiveConsumer
@@ -64,6 +66,38 @@ def test_events_of_a_mock_with_kv_groups_name_the_group() -> None:
     assert set(told.values()) == {2}, "40 tokens fill two pages, each with a part in both groups"
     windows = {event["kv_cache_spec_sliding_window"] for event in stored if event["group_idx"] == 1}
     assert windows == {1024}
+
+
+def test_events_of_a_mock_name_the_block_size_of_the_group() -> None:
+    """Gemma 4: prompts of 70 tokens fill 4 blocks of 16 in groups with windows, and 2 of 32 in the full group."""
+    command = ["mock", "--port", "0", "--speedup", "1000", "--model", "gemma-4-31b", "--device", "h200"]
+    command += ["--tensor-parallel", "2", "--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0"]
+    with preforked.start(*command) as server:
+        assert server.stderr is not None
+        try:
+            found = re.search(r"http://[\d.:]+", server.stderr.readline())
+            assert found is not None
+            threading.Thread(target=server.stderr.read, daemon=True).start()
+            (source,) = ask(f"{found[0]}/kv_event_sources").values()
+            body = {"model": "gemma-4-31b", "prompt": list(range(100, 170)), "max_tokens": 2}
+            usages = [ask(f"{found[0]}/v1/completions", body)["usage"] for _ in range(2)]
+            assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == [0, 64]
+            stored = []
+            with open_client(source["endpoint"], source["replay_endpoint"]) as client:
+                for _, _, payload in client.replay(0):
+                    stored += [event for event in msgspec.msgpack.decode(payload)[1] if event["type"] == "BlockStored"]
+            with urllib.request.urlopen(f"{found[0]}/metrics", timeout=20) as answer:
+                (blocks,) = set(re.findall(r'num_gpu_blocks="(\d+)"', answer.read().decode()))
+        finally:
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(20) == 0
+    config = ReplayConfig.for_device("gemma-4-31b", "h200", tensor_parallel=2, engine="vllm")
+    assert config.start is not None and int(blocks) == config.start.num_blocks
+    sizes = {(event["group_idx"], event["block_size"], len(event["block_hashes"])) for event in stored}
+    assert sizes == {*((group, 16, 4) for group in range(5)), (5, 32, 2)}
+    names = {event["block_size"]: event["block_hashes"] for event in stored}
+    assert names[32] == names[16][1::2], "a block has the name of the last page in it"
+    assert all(event["token_ids"] == list(range(100, 164)) for event in stored)
 
 
 def test_a_consumer_holds_what_the_mock_has_computed() -> None:

@@ -32,8 +32,8 @@ PROMPT = list(range(1, 41))
     ids=["fields", "engine", "several", "fleet"],
 )
 def test_a_mock_serves_what_its_configuration_describes(config: Any, names: list[str]) -> None:
-    given = {"pages": 60, "page_size": 4, "cost": COST} if config is None else {}
-    with kvarts.mock(config, model="chat", api_key="secret", **given) as server:
+    given: dict[str, Any] = {"pages": 60, "page_size": 4, "cost": COST} if config is None else {}
+    with kvarts.mock(config, served_model_name="chat", api_key="secret", **given) as server:
         key = {"authorization": "Bearer secret"}
         assert call(server.url, "/v1/models").status == 401
         listed = [each["id"] for each in call(server.url, "/v1/models", headers=key).json["data"]]
@@ -53,5 +53,5 @@ def test_a_mock_serves_what_its_configuration_describes(config: Any, names: list
 
 
 def test_a_field_of_the_engine_beside_a_configuration_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_num_seqs"):
+    with pytest.raises(ConfigError, match="max_seqs"):
         kvarts.mock(ENGINE, max_seqs=3)

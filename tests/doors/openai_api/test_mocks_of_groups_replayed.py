@@ -20,6 +20,8 @@ Run = Callable[..., int]
 ENGINE = ("--device", "h100-80gb", "--max-seqs", "8", "--page-size", "64")
 HYBRID = ("--model", "granite-4.0-h-tiny", *ENGINE, "--kv-memory", "2GiB")
 WINDOWS = ("--model", "gpt-oss-20b", *ENGINE, "--kv-memory", "100MiB")
+STARTED = ("--model", "gemma-4-31b", "--device", "h200", "--tensor-parallel", "2", "--max-seqs", "8")
+SIZED = (*STARTED, "--max-model-len", "3000", "--kv-memory", "1500MiB")
 SEVERAL = (
     *("--model", "chat=granite-4.0-h-tiny:mamba_cache_mode=align", "--model", "code=gpt-oss-20b:kv_groups=tails"),
     *(*ENGINE, "--kv-memory", "2GiB"),
@@ -67,6 +69,7 @@ def cached(rows: Path) -> list[int]:
         (*HYBRID, "--set", "mamba_cache_mode=all"),
         (*HYBRID, "--set", "mamba_cache_mode=align", *HOST),
         (*WINDOWS, "--kv-groups", "tails", *HOST),
+        SIZED,
     ],
     ids=" ".join,
 )
@@ -74,8 +77,9 @@ def test_answers_report_the_cached_tokens_of_a_replay(
     options: tuple[str, ...], tmp_path: Path, run_command: Run
 ) -> None:
     record, rows, (model,) = tmp_path / "run.jsonl", tmp_path / "rows.jsonl", options[1:2]
+    more = ("--no-async-scheduling",) if options is SIZED else ()  # as all mocks
     found = served(options, record, (model,), prompts(10))[model]
-    assert run_command("replay", record, *options, "--speedup", "0.01", "--requests", rows) == 0
+    assert run_command("replay", record, *options, *more, "--speedup", "0.01", "--requests", rows) == 0
     assert cached(rows) == found
     assert 0 < sum(map(bool, found)) < len(found)
 

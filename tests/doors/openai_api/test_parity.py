@@ -131,3 +131,36 @@ def test_ten_thousand_requests_replay_to_the_same_events() -> None:
     ]
     rows, live = served_live(config, sent, speedup=1.0)
     assert_same(config, rows, live)
+
+
+@pytest.mark.laws
+@settings(deadline=None, max_examples=settings().max_examples // 2)
+@given(
+    sent=st.lists(requests, min_size=1, max_size=12),
+    pages=st.integers(24, 80),
+    page_size=st.sampled_from([1, 2, 4]),
+    changes=st.sampled_from(
+        [
+            {},
+            {"disable_overlap_schedule": True},
+            {"schedule_policy": "lpm", "schedule_conservativeness": 0.1},
+            {"enable_priority_scheduling": True, "priority_scheduling_preemption_threshold": 0},
+            {"radix_eviction_policy": "lfu"},
+        ]
+    ),
+)
+def test_a_recorded_run_of_sglang_replays_to_the_same_events(
+    sent: list[Sent], pages: int, page_size: int, changes: dict[str, Any]
+) -> None:
+    config = ReplayConfig(
+        engine="sglang",
+        num_pages=-(-pages // page_size) + 40,
+        page_size=page_size,
+        max_num_batched_tokens=16,
+        max_num_seqs=3,
+        cost=LinearCost(step_ms=0.05, chunk_token_ms=0.01, decode_ms=0.01),
+        **changes,
+    )
+    rows, live = served_live(config, sent, speedup=1.0)
+    assert len(rows) == len(sent)
+    assert_same(config, rows, live)

@@ -20,12 +20,12 @@ from kvarts.core.config import EngineConfig
 from kvarts.core.sampling import SamplingParams
 from kvarts.doors.openai.opening import Door, open_model
 from kvarts.doors.openai.server import Address, OpenAIServer
-from kvarts.plan.orders import HintedOrder
 from kvarts.run.sessions.opening import sessions_on
 from kvarts.run.sessions.sessions import Sessions
 from kvarts.run.sessions.values import SessionsConfig, SessionSettings, Token
 from kvarts.run.torch.llm import LLM
 from kvarts.run.torch.tiny import write_tiny
+from kvarts.sim.orders import HintedOrder
 
 from builders.guessing import untimed
 from builders.http_client import call, events_of
@@ -140,10 +140,32 @@ def test_chats_hits_and_errors(url: str) -> None:
     assert second["prompt_tokens_details"]["cached_tokens"] == (second["prompt_tokens"] - 1) // 4 * 4
     assert call(url, COMPLETIONS, {"prompt": [99_999]}).error["param"] == "prompt"
     assert call(url, COMPLETIONS, {"prompt": "x", "max_tokens": 10**6}).status == 400
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    reply = call(url, CHAT, {"messages": messages, "tools": tools, "tool_choice": "required"})
-    assert reply.error["param"] == "tools" and "leaves tools out" in reply.error["message"]
     assert json.loads(call(url, "/v1/models").payload)["data"][0]["max_model_len"] == 256 * 4
+
+
+def test_tools_that_the_template_leaves_out_are_described_and_the_answer_says_so(url: str) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
+    tools = [{"type": "function", "function": {"name": "f", "description": "counts sheep", "parameters": schema}}]
+    messages: list[Any] = [{"role": "user", "content": "how many?"}]
+    body = {"messages": messages, "tools": tools, "tool_choice": {"type": "function", "function": {"name": "f"}}}
+    reply = call(url, CHAT, {**body, "max_tokens": 32, "temperature": 0})
+    (made,) = reply.json["choices"][0]["message"]["tool_calls"]
+    assert made["function"]["name"] == "f" and made["function"]["arguments"].startswith("{")
+    made["function"]["arguments"] = '{"n":7}'  # random weights may be stuck in blanks
+    (warning,) = reply.json["warnings"]
+    assert "the chat template of the model has no tools" in warning
+    assert reply.headers["x-kvarts-warning"] == warning
+    history = [*messages, {"role": "assistant", "content": None, "tool_calls": [made]},
+               {"role": "tool", "tool_call_id": made["id"], "content": "seven"}]  # fmt: skip
+    asked = {"messages": history, "tools": tools}
+    told = call(url, "/tokenize", {**asked, "return_token_strs": True}).json
+    text = "".join(told["token_strs"])
+    assert "counts sheep" in text and '{"name": "f", "arguments": {"n":7}}' in text and "seven" in text
+    again = call(url, CHAT, {**asked, "max_tokens": 4, "temperature": 0}).json
+    assert again["usage"]["prompt_tokens"] == told["count"]
+    plain = call(url, CHAT, {**body, "tool_choice": "none", "max_tokens": 4})
+    assert "warnings" not in plain.json and "x-kvarts-warning" not in plain.headers
 
 
 def test_guesses_change_nothing_but_how_much_comes_at_once(
@@ -503,9 +525,11 @@ def test_tools_are_told_and_calls_come_back_to_the_template(with_tools: str, url
     messages = [*asked, {"role": "assistant", "tool_calls": [broken]}]
     reply = call(with_tools, CHAT, {"messages": messages, "max_tokens": 1})
     assert reply.status == 400 and "arguments of a call are JSON" in reply.error["message"]
-    for chosen, status in (("none", 200), ("auto", 400), (None, 400)):
+    # The template leaves tools out, so they are described in the system message.
+    for chosen in ("none", "auto", None):
         body = {"messages": asked, "tools": TOOLS, "tool_choice": chosen, "max_tokens": 1}
-        assert call(url, CHAT, body).status == status
+        reply = call(url, CHAT, body)
+        assert reply.status == 200 and ("warnings" in reply.json) == (chosen != "none")
 
 
 @pytest.mark.parametrize(("given", "num_hit"), [({}, 224), ({"cache_control": {"type": "ephemeral"}}, 396)])

@@ -26,7 +26,7 @@ def dechunked(payload: bytes) -> bytes:
 
 @pytest.fixture(scope="module")
 def dummy() -> Iterator[RunningServer]:
-    with RunningServer(model="dummy", output_tokens=8) as running:
+    with RunningServer(served_model_name="dummy", output_tokens=8) as running:
         yield running
 
 

@@ -84,10 +84,9 @@ def wait_for(condition: Any, timeout_s: float = 5.0) -> None:
         ("/tokenize", {}, 400, "prompt"),
         ("/detokenize", {"tokens": [-4]}, 400, "tokens"),
         ("/detokenize", {}, 400, None),
-        ("/sleep?level=7", b"", 400, "level"),
         ("/admin/config", {"colour": "red"}, 400, "colour"),
         ("/admin/config", {"fail": "sometimes"}, 400, None),
-        ("/admin/config", {"max_queued": "many"}, 400, None),
+        ("/admin/config", {"max_queued": "many"}, 400, "max_queued"),
         ("/v1/unload_lora_adapter", {"lora_name": "none"}, 404, "lora_name"),
     ],
 )
@@ -196,15 +195,20 @@ def test_a_server_that_drains_ends_what_it_began_and_begins_nothing(start: Any) 
     assert not stopping.is_alive()
 
 
-def test_sleep_and_wake(start: Any) -> None:
-    server = start()
+def test_the_cache_is_not_reset_while_requests_hold_pages_unless_they_are_preempted(start: Any) -> None:
+    server = start(cost="linear:step_ms=5", page_size=4)
     server.excuse("missing retry")
-    assert call(server.url, "/is_sleeping").json == {"is_sleeping": False}
-    assert call(server.url, "/sleep?level=1", b"").status == 200
-    assert call(server.url, COMPLETIONS, hello()).status == 503
-    assert call(server.url, "/is_sleeping").json == {"is_sleeping": True}
-    assert call(server.url, "/wake_up", b"").status == 200
-    assert call(server.url, COMPLETIONS, hello()).status == 200
+    reading = OpenStream(server.url, COMPLETIONS, hello(max_tokens=200, ignore_eos=True, stream=True))
+    begun = reading.begin()
+    while b"data: " not in begun:
+        begun += reading.begin()
+    assert call(server.url, "/reset_prefix_cache", b"").json == {"success": False}
+    assert call(server.url, "/reset_prefix_cache?reset_running_requests=true", b"").json == {"success": True}
+    wrong = call(server.url, "/reset_prefix_cache?reset_running_requests=maybe", b"")
+    assert (wrong.status, wrong.error["param"]) == (400, "reset_running_requests")
+    assert (begun + reading.read()).count(b"data: ") == 201  # all its tokens, computed again in part
+    reading.close()
+    assert call(server.url, "/reset_prefix_cache", b"").json == {"success": True}
 
 
 def test_an_engine_that_dies_tells_every_client_and_its_health(start: Any, caplog: pytest.LogCaptureFixture) -> None:

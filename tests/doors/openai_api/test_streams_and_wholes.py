@@ -96,7 +96,7 @@ def asked(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     }
     stops = st.sampled_from([" ", " t", " the", "e ", "o", "ing to", " zzz", "and of"])
     body["stop"] = draw(st.lists(stops, max_size=2))
-    flags = ("include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids")
+    flags = ("include_stop_str_in_output", "return_token_ids")
     body |= {flag: draw(st.booleans()) for flag in flags}
     if path == CHAT:
         body["messages"] = [{"role": "user", "content": "tell me of the sea"}]

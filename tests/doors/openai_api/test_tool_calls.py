@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvarts.base.errors import ConfigError
 from kvarts.doors.openai.errors import ApiError
+from kvarts.doors.openai.generic_tools import in_words
 from kvarts.doors.openai.shapes import Message, Part, Shape, read_whole
 from kvarts.doors.openai.tool_calls import (
     FORMATS,
@@ -142,6 +143,17 @@ def test_each_family_streams_any_arguments_as_they_are_written(name: str, values
     assert reason == "tool_calls" and set(map(len, pieces)) == {1}
 
 
+def test_arguments_that_are_nested_too_deeply_stay_text() -> None:
+    """As those that are no JSON do; Qwen's form has a text for each."""
+    deep = "[" * 5000
+    for name in sorted(FORMATS):
+        text = FORMATS[name].written("f", deep)
+        assert read(ToolCallsInText(FORMATS[name], ["f"]), text) == Message(text)
+    text = f"<tool_call>\n<function=f>\n<parameter=x>\n{deep}\n</parameter>\n</function>\n</tool_call>"
+    (made,) = read(ToolCallsInText(FORMATS["hermes"], ["f"]), text).calls
+    assert json.loads(made.arguments) == {"x": deep}
+
+
 def test_other_forms_come_call_by_call() -> None:
     for name, text in (
         ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]x1[ARGS]{"b": {}}'),
@@ -204,3 +216,33 @@ def test_enforced_calls() -> None:
     message = read(RequiredCalls(), '[{"name": "weather", "parameters": {"city": "Lund"}}]')
     assert (calls_in(message), message.reason) == ([CITY], "tool_calls")
     assert read(RequiredCalls(), '[{"name') == Message('[{"name')
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_format_reads_the_calls_that_it_writes(name: str) -> None:
+    form = FORMATS[name]
+    text = form.written("weather", '{"city": "Lund, \\"S\\"", "days": 3}')
+    message = read_whole(ToolCallsInText(form, ["weather"]), 0, text)
+    assert calls_in(message) == [("weather", {"city": 'Lund, "S"', "days": 3})]
+
+
+def test_a_conversation_with_tools_in_words() -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "description": "of a city"}}]
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": {"city": "Lund"}}}
+    user: dict[str, Any] = {"role": "user", "content": "Rain?"}
+    asked: list[dict[str, Any]] = [user, {"role": "assistant", "content": "", "tool_calls": [call]},
+             {"role": "tool", "tool_call_id": "a", "content": "dry"}]  # fmt: skip
+    system, question, answer, result = in_words(asked, tools, FORMATS["hermes"])
+    assert system["role"] == "system" and '{"name":"weather","description":"of a city"}' in system["content"]
+    assert '<tool_call>\n{"name": "weather", "arguments": {...}}\n</tool_call>' in system["content"]
+    assert question == user
+    assert answer == {
+        "role": "assistant",
+        "content": '<tool_call>\n{"name": "weather", "arguments": {"city":"Lund"}}\n</tool_call>',
+    }
+    assert result == {"role": "user", "content": "Result: dry\n\nNow answer the question."}
+    brief = {"role": "system", "content": "Be brief."}
+    first, *rest = in_words([brief, *asked], tools, FORMATS["hermes"])
+    assert first["content"] == f"Be brief.\n\n{system['content']}" and rest == [question, answer, result]
+    with pytest.raises(ApiError, match="a call has a function"):
+        in_words([{**asked[1], "tool_calls": [{"function": 3}]}], tools, FORMATS["hermes"])

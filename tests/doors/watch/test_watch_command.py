@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -29,6 +28,7 @@ from kvarts.proof.explain.reading import load_journal
 from kvarts.proof.verify.verifier import verify_file
 
 from builders import preforked
+from builders.ports import free_port
 from builders.streams import removed, stored
 from builders.working import give_time, working
 
@@ -36,10 +36,7 @@ Run = Callable[..., int]
 
 
 def free_endpoints() -> tuple[str, str]:
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        return tuple(f"tcp://127.0.0.1:{each.getsockname()[1]}" for each in (one, other))  # type: ignore[return-value]
+    return f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
 
 
 def content(owner: int) -> Content:

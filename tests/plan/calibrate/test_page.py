@@ -7,10 +7,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kvarts import ReplayConfig, load_mooncake, replay
+from kvarts import ReplayConfig, replay
 from kvarts.cost.roofline import parse_cost
 from kvarts.plan.calibrate import Comparison, compare, load_measured, load_series
 from kvarts.plan.calibrate.comparison import render_page, replayed_of
+from kvarts.sim.traffic.mooncake import load_mooncake
 
 from builders.browser import as_phone, inks, ready, scrolls_sideways
 

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from kvarts.base.errors import ConfigError, InputError, KvartsError
 from kvarts.cli.commands import cli
 from kvarts.cost.roofline import RooflineCost
-from kvarts.cost.roofline_settings import COEFFICIENTS, load_constants, shipped_constants
+from kvarts.cost.roofline_settings import COEFFICIENTS, Constants, load_constants, shipped_constants
 from kvarts.plan.calibrate.joint_fit import Errors, fit_points, halves_of, record, test_halves
-from kvarts.plan.calibrate.schedule import Course, Point, course_of, load_points, with_constants
+from kvarts.plan.calibrate.schedule import Course, Point, course_of, load_points, usable, with_constants
 from kvarts.sim.replaying import replay
 
 test_halves.__test__ = False  # type: ignore[attr-defined]
@@ -54,24 +54,31 @@ def test_a_course_that_is_priced_equals_a_replay(number: int, courses: list[Cour
 
 
 def test_a_closed_loop_decides_the_same_whatever_steps_take(courses: list[Course]) -> None:
-    """So other constants need no other replay; a front end would take other numbers of steps."""
-    slower = {**shipped_constants().values, "layer_us": 90.0, "bandwidth_efficiency": 0.5, "eager_layer_us": 800.0}
+    """So other constants need no other replay, also behind a front end."""
+    slower = shipped_with(layer_us=90.0, bandwidth_efficiency=0.5, eager_layer_us=800.0)
     for point, course in zip(POINTS, courses, strict=True):
         config = point.config()
-        if point.load == "open" or config.frontend_ms:
+        if point.load == "open":
             continue
-        cost = with_constants(config.cost, slower)
+        cost = with_constants(config.cost, slower, point.engine_name)
         summary = replay(point.trace(), msgspec.structs.replace(config, cost=cost)).summary
         assert course.predicted(cost)["tpot_ms"] == pytest.approx(summary["tpot_ms"]["mean"], rel=0.02)
 
 
-def made(truth: dict[str, float], noise: float = 0.0) -> list[Point]:
+def shipped_with(**values: float) -> Constants:
+    """The constants that ship, with some of other values."""
+    shipped = shipped_constants()
+    return msgspec.structs.replace(shipped, values=shipped.values | values)
+
+
+def made(truth: Constants, noise: float = 0.0) -> list[Point]:
     """POINTS as engines with the constants `truth` would have been measured."""
     rng = Random(1)
     points = []
     for point in POINTS:
         config = point.config()
-        course = course_of(point, msgspec.structs.replace(config, cost=with_constants(config.cost, truth)))
+        cost = with_constants(config.cost, truth, point.engine_name)
+        course = course_of(point, msgspec.structs.replace(config, cost=cost))
         values = {name: value * rng.lognormvariate(0, noise) for name, value in course.predicted(course.cost).items()}
         metrics = ("tok_s_gpu",) if point.load == "offline" else ("tpot_ms", "ttft_ms")
         points.append(msgspec.structs.replace(point, **{name: values[name] for name in metrics}))
@@ -83,12 +90,12 @@ def test_what_made_the_points_is_found() -> None:
     pytest.importorskip("scipy")
     prior = shipped_constants()
     moved = {"bandwidth_efficiency": 0.91, "layer_us": 1.2, "expert_layer_us": 1.5}
-    truth = {name: value * moved.get(name, 1.0) for name, value in prior.values.items()}
+    truth = shipped_with(**{name: prior.values[name] * by for name, by in moved.items()})
     points = made(truth)
     found = fit_points(record(points, prior, None), prior)
     assert found.after["tpot_ms"].median < 0.05 < found.before["tpot_ms"].median
     for each in found.worth:
-        assert abs(np.log(each.value / truth[each.name])) < 2.5 * each.deviation, each
+        assert abs(np.log(each.value / truth.values.get(each.name, each.prior))) < 2.5 * each.deviation, each
     assert set(found.constants.values) == set(COEFFICIENTS)
     assert found.constants.deviations == prior.deviations  # an engine may differ from the mean of all as before
     worth = {each.name: each.gain for each in found.worth}
@@ -106,13 +113,13 @@ def test_a_point_says_how_experts_are_divided() -> None:
 def test_a_sweep_that_is_slow_as_a_whole_says_less(courses: list[Course]) -> None:
     """A common factor on all points of a sweep moves constants less than the same errors of separate sweeps."""
     prior = shipped_constants()
-    slower = {**prior.values, "layer_us": 2 * prior.values["layer_us"]}
+    slower = shipped_with(layer_us=2 * prior.values["layer_us"])
     closed = [course for course in courses if course.point.load == "closed"]
     moved = []
     for is_one in (True, False):
         slow = []
         for number, course in enumerate(closed):
-            tpot_ms = course.predicted(with_constants(course.cost, slower))["tpot_ms"]
+            tpot_ms = course.predicted(with_constants(course.cost, slower, course.point.engine_name))["tpot_ms"]
             version = "" if is_one else str(number)
             point = Point(model="a", gpu="a", load="closed", level=1, version=version, tpot_ms=tpot_ms, **SHORT)
             slow.append(course._replace(point=point))
@@ -186,6 +193,45 @@ def test_columns_that_are_none_are_named(tmp_path: Path) -> None:
         load_points(path)
 
 
+def test_a_row_keeps_where_it_is_from_and_what_others_answered(tmp_path: Path) -> None:
+    path = tmp_path / "points.csv"
+    path.write_text(
+        f"id,{HEADER},tpot_stat,ttft_stat,draw,date,aic_ttft,aic_tpot,blis_tpot\n"
+        "n1,a,sglang,llama-3.1-8b,h100,1,,,500,505,0.5,closed,8,80,,90,9.5,mean,median,sgl:1000:800,2026-08-01,70,9,\n"
+    )
+    (point,) = load_points(path)
+    assert point.others == {"aic": {"ttft_ms": 70.0, "tpot_ms": 9.0}}
+    assert (point.id, point.date) == ("n1", "2026-08-01")
+    assert point.measured == {"tpot_ms": 9.5}  # a median is not compared with a mean
+    rng = np.random.RandomState(1)
+    prompts, outputs = rng.randint(1, 1001, size=80), rng.randint(1, 801, size=80)
+    requests = point.trace().requests
+    assert requests is not None
+    assert [each.num_prompt_tokens for each in requests] == prompts.tolist()
+    assert [each.num_output_tokens for each in requests] == outputs.tolist()
+
+
+def test_rows_that_measure_something_else_are_counted_and_left_out() -> None:
+    sound = Point(model="llama-3.1-8b", gpu="h100", load="closed", level=4, tpot_ms=9.0, ttft_ms=50.0, isl=300, osl=40)
+    impossible = msgspec.structs.replace(sound, level=4000)  # 4000 / (0.41 s) requests a second
+    assert sound.implied_share < 0.1 < 0.6 < impossible.implied_share
+    tokens_per_s = 4000 / (50.0 + 9.0 * 40) * 1e3 * 340
+    assert impossible.implied_share == pytest.approx(tokens_per_s * 2 * 7.5e9 / 989.4e12, rel=0.1)
+    drafted = msgspec.structs.replace(sound, speculative=True)
+    apart = msgspec.structs.replace(sound, pd="1:4:0:1|2:4:0:1")
+    medians = msgspec.structs.replace(sound, tpot_stat="p50", ttft_stat="p50")
+    kept, counts = usable([sound, impossible, drafted, apart, medians])
+    assert kept == [sound]
+    assert counts == {
+        "more than 60% of the specified arithmetic": 1,
+        "no mean": 1,
+        "pools of prefill and decode": 1,
+        "speculative tokens": 1,
+    }
+    with pytest.raises(ConfigError, match="on cheese: 'cheese' is not known"):
+        usable([msgspec.structs.replace(sound, gpu="cheese")])
+
+
 @pytest.mark.slow
 def test_a_table_becomes_a_prior_that_later_fits_begin_from(tmp_path: Path) -> None:
     pytest.importorskip("scipy")
@@ -205,7 +251,7 @@ def test_a_table_becomes_a_prior_that_later_fits_begin_from(tmp_path: Path) -> N
     assert prior.read_bytes() == written
     found = load_constants(prior)
     assert set(found.values) == set(found.deviations) == set(COEFFICIENTS)
-    assert {row.kind for row in found.held_out} == {"dense"}
+    assert found.held_out == []  # four points are too few
     assert found.values["link_us"] == pytest.approx(shipped_constants().values["link_us"], rel=1e-3)
 
 
@@ -222,7 +268,7 @@ def test_a_table_becomes_a_prior_that_later_fits_begin_from(tmp_path: Path) -> N
 )
 def test_what_does_not_go_with_points_is_named(tmp_path: Path, arguments: list[str], says: str) -> None:
     table = tmp_path / "points.csv"
-    table.write_text(f"{HEADER}\na,,llama-3.1-405b,l4,1,,,300,40,,closed,4,20,,30,9.5\n")
+    table.write_text(f"{HEADER}\na,,llama-3.1-405b,l4,1,,,300,40,,closed,4,20,,30,9500\n")
     with pytest.raises(KvartsError) as caught:
         CliRunner().invoke(
             cli, ["calibrate", *(each.format(table=table) for each in arguments)], catch_exceptions=False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -155,7 +156,7 @@ def test_runs_are_described_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
         spreads.append(summary["uncertainty"]["tpot_ms"]["mean"] / summary["tpot_ms"]["mean"])
     assert 0 < spreads[0] < spreads[1] < spreads[2]
     table = CliRunner().invoke(cli, ["replay", "--cost", str(out), "--pages", "9000"]).stdout
-    assert "+-" in table
+    assert "±" in table
 
 
 @pytest.mark.parametrize(
@@ -243,6 +244,15 @@ def test_constants_of_a_fit_hold_for_what_was_measured_and_in_part_elsewhere(tmp
     assert parse_cost(str(path)) == cost
     own, other = (make_config({"cost": str(path), "model": model}).cost for model in ("llama-3.1-8b", "qwen3-8b"))
     assert (own.step_us, other.step_us) == (500.0, 300.0)
+
+
+@pytest.mark.parametrize("name", ["two\nlines = 1", "tab\there", "a \x07 bell", "\x7f", "\u2028", 'quo"te', "käse"])
+def test_a_cost_model_is_read_back_whatever_its_run_is_called(tmp_path: Path, name: str) -> None:
+    cost = fitted_on("llama-3.1-8b", "l40s", 2)
+    path = tmp_path / "cost.toml"
+    path.write_text(cost_toml(cost, {"step_us": 0.1, "link_us": float("inf")}, [name]))
+    assert parse_cost(str(path)) == cost
+    assert tomllib.loads(path.read_text())["uncertainty"] == {"step_us": 0.1}
 
 
 def test_what_was_not_measured_is_less_certain() -> None:

@@ -31,6 +31,7 @@ from kvarts.core.kv.groups import GroupMemory, PartGroup
 from kvarts.core.kv.layers import KvLayer
 from kvarts.core.kv.run_cache import RunCache
 from kvarts.proof.audit.auditor import AuditError, Auditor, Finding
+from kvarts.proof.audit.facts import EngineRules
 from kvarts.proof.audit.ledger import LedgerGroup
 from kvarts.sim.replaying import replay
 
@@ -71,7 +72,7 @@ def audited(
         case.page_size,
         groups=facts,
         keeps_all=keeps == "all",
-        plans_ahead=plans_ahead,
+        rules=EngineRules(plans_ahead=plans_ahead),
     )
     auditor.observe(events)
     return auditor.findings
@@ -245,13 +246,13 @@ def run(events: Sequence[Event]) -> int:
     return first(events, PagesRemoved, lambda event: event.end_page - event.start_page > 1)
 
 
-def last_stored(events: Sequence[Event]) -> int:
-    """The first one of a window with no other after it."""
+def last_stored(events: Sequence[Event], group: int = 1) -> int:
+    """The first part of a group, by default a window's, with no other after it."""
     stored = enumerate(pairwise(events))
     return next(
         index
         for index, (event, after) in stored
-        if isinstance(event, PagesStored) and event.group == 1 and not isinstance(after, PagesStored)
+        if isinstance(event, PagesStored) and event.group == group and not isinstance(after, PagesStored)
     )
 
 
@@ -269,7 +270,8 @@ def last_gone_of_a_step(events: Sequence[Event]) -> int:
 
 
 def snapshot(events: Sequence[Event]) -> int:
-    return first(events, PagesStored, lambda event: event.group == 2)
+    """The last part of a prompt: a prompt of whole pages has another before its last page."""
+    return last_stored(events, 2)
 
 
 def stored(events: Sequence[Event]) -> PagesStored:

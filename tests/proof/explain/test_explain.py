@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from kvarts import ReplayConfig, load_mooncake, replay
+from kvarts import ReplayConfig, replay
 from kvarts.base.errors import InputError
 from kvarts.core.config import EngineConfig
 from kvarts.core.content import Content
@@ -21,6 +21,7 @@ from kvarts.proof.explain.story import story_of_block, story_of_request
 from kvarts.proof.explain.sums import longest_waits
 from kvarts.proof.journal import DraftedLine, PreemptedLine, RemovedLine, StoredLine
 from kvarts.proof.record.journal import JournalWriter
+from kvarts.sim.traffic.mooncake import load_mooncake
 
 from builders.case import Case, cases
 from builders.engines import make_replica

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from kvarts import JournalWriter, ReplayConfig, Trace, load_mooncake, replay, timelines_of, verify
+from kvarts import ReplayConfig, Trace, replay, verify
+from kvarts.evidence import JournalWriter, timelines_of
+from kvarts.sim.traffic.mooncake import load_mooncake
 
 from builders.case import ROUTERS, Case, cases
 from builders.written import journals_of

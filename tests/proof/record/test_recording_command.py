@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvarts import JournalWriter, __version__, verify_file
+from kvarts import __version__
 from kvarts.base.errors import OutputError
+from kvarts.evidence import JournalWriter, verify_file
 
 Kvarts = Callable[..., tuple[int, str, str]]
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts import ReplayConfig, load_mooncake, replay
+from kvarts import ReplayConfig, replay
 from kvarts.base.errors import ConfigError
 from kvarts.core.config import EngineConfig
 from kvarts.core.content import Content
@@ -33,6 +33,7 @@ from kvarts.sim.report.report import Report
 from kvarts.sim.report.requests import RequestLog
 from kvarts.sim.report.steps import StepLog
 from kvarts.sim.router import RoundRobin
+from kvarts.sim.traffic.mooncake import load_mooncake
 from kvarts.sim.traffic.source import OpenLoop
 
 from builders.case import Case, cases

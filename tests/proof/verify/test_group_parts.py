@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-import kvarts
 from kvarts.base.errors import InputError
+from kvarts.evidence import timelines_of
 from kvarts.proof.verify.rule import RuleResult
 from kvarts.proof.verify.verifier import Verdict, verify, verify_file
 
@@ -121,8 +121,7 @@ def test_every_form_that_kvarts_writes_is_judged(tmp_path: Path, suffix: str) ->
     rows = [Row(index * 5, [1, 2, 3, index], 16, 20, None, 0, None) for index in range(4)]
     case = Case(rows, 4, 4, 16, 64, 8, "default", 1)
     report = replay(case.trace(), case.config(kv_groups="all", groups=(PartGroup(FULL, 2), WINDOW)))
-    name = "timelines_of"  # a type checker finds it only where the room is
-    (timeline,) = getattr(kvarts, name)(report)
+    (timeline,) = timelines_of(report)
     path = tmp_path / f"timeline{suffix}"
     timeline.write(path)
     verdict = verify_file(path)

@@ -34,7 +34,12 @@ BRIEF = SamplingParams(max_tokens=10, ignore_eos=True)
 FAMILIES = ("gemma3_text", "gpt_oss", "mistral")
 """Windows in most layers, in every other one with learned sinks, and in all of them."""
 
-CASES = [(family, keeps, policy) for family in FAMILIES for keeps in ("all", "tails") for policy in ("eager", "lazy")]
+CASES = [
+    (family, keeps, policy)
+    for family in FAMILIES
+    for keeps in ("all", "tails")
+    for policy in ("eager", "lazy", "exclusive")
+]
 FEW = [("gemma3_text", "tails", "eager"), ("gpt_oss", "tails", "eager"), ("mistral", "all", "lazy")]
 
 
@@ -102,7 +107,7 @@ def test_requests_come_and_go_at_any_time(
     model, reference = windowed(family)
     random = Random(seed)
     shared = [[number * 7 + other for number in range(30)] for other in (0, 3)]
-    policy: Any = random.choice(["eager", "lazy"])
+    policy: Any = random.choice(["eager", "lazy", "exclusive"])
     engine = engine_of(
         model,
         num_pages=random.choice([14, 20]),

@@ -26,7 +26,7 @@ from builders.windowed_models import forgetting
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-@pytest.mark.parametrize("policy", ["eager", "lazy"])
+@pytest.mark.parametrize("policy", ["eager", "lazy", "exclusive"])
 def test_pages_that_went_through_host_memory_say_the_same(
     models: Callable[[str], tuple[Any, Any]], family: str, policy: Any
 ) -> None:
@@ -68,15 +68,15 @@ def test_preempted_requests_come_back_with_their_generated_tokens(
     engine.check()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize(("family", "policy"), [("qwen3", "eager"), ("gemma3", "eager"), ("qwen3", "exclusive")])
 def test_pages_that_went_through_files_say_the_same(
-    models: Callable[[str], tuple[Any, Any]], family: str, tmp_path: Path
+    models: Callable[[str], tuple[Any, Any]], family: str, policy: Any, tmp_path: Path
 ) -> None:
     """L6 with host memory for little and files below it, and again in a second engine that finds the files."""
     model, reference = models(family)
     prompts = prompts_with_prefixes()
     expected = [undisturbed(reference, prompt, GREEDY.max_tokens) for prompt in prompts]
-    offload = OffloadConfig(host_pages=8, disk_pages=300)
+    offload = OffloadConfig(host_pages=8, disk_pages=300, policy=policy)
     kept = Kept()
     engine = engine_of(model, num_pages=30, budget=64, offload=offload, disk_path=tmp_path, readers=[kept])
     for prompt, tokens in [*zip(prompts, expected, strict=True)] * 2:

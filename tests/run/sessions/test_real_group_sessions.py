@@ -27,6 +27,7 @@ from kvarts.base.errors import ConfigError
 from kvarts.core.config import EngineConfig
 from kvarts.core.kv.groups import SinkWindow
 from kvarts.core.kv.layers import KvLayer
+from kvarts.evidence import verify_file
 from kvarts.run.sessions.keeper import Keeper
 from kvarts.run.sessions.opening import open_sessions
 from kvarts.run.sessions.sessions import Sessions
@@ -461,7 +462,7 @@ def test_a_timeline_counts_blocks_that_sessions_keep(tmp_path: Path) -> None:
 
     asyncio.run(talk())
     recorded[0].close()
-    verdict = kvarts.verify_file(path)
+    verdict = verify_file(path)
     assert verdict.verdict == "ok", verdict.to_text()
     rows = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
     rests = [row for row in rows if row.get("active_seqs") == 0 and row.get("reserved_blocks")]

@@ -67,6 +67,29 @@ def test_fast_forward_equals_step_by_step(talk: Talk, settings: dict[str, Any]) 
     replayed_as_slowly(talk, audit=True, **settings)
 
 
+def test_a_session_that_expires_during_steps_of_its_replica_is_there_in_those_before() -> None:
+    """Its pages are released by an arrival elsewhere, 60 ms after its last turn."""
+
+    def row(number: int, num_answered: int, session_id: str | None = None, delay_ns: int | None = None) -> TraceRequest:
+        return TraceRequest(number, 0, bytes(8), 1, num_answered, session_id=session_id, delay_ns=delay_ns)
+
+    late = 80 * 1_000_000
+    rows = [row(0, 5, "0"), row(1, 1, "0", late), row(2, 1, "1"), row(3, 1, "1", late), row(4, 11), row(5, 4)]
+    kept = SessionReplay(chunk_tokens=16, window=7, sink=3, ttl_s=0.06, at_capacity="evict")
+    report = replayed_as_slowly(
+        Talk(rows, 1),
+        page_size=3,
+        num_pages=70,
+        max_num_batched_tokens=8,
+        max_num_seqs=2,
+        replicas=3,
+        router="round-robin",
+        concurrency=3,
+        sessions=kept,
+    )
+    assert report.summary["sessions"]["num_expired"] == 2
+
+
 @given(session_traces(max_plain=0), configs)
 def test_a_bounded_turn_computes_what_is_new(talk: Talk, settings: dict[str, Any]) -> None:
     """Against a walk over the turns: what a session has computed is there, unless its client changed the history."""
@@ -150,6 +173,9 @@ class Watched:
 
     def replica_of(self, row: TraceRequest, now_ns: int) -> int | None:
         return self._sessions.replica_of(row, now_ns)
+
+    def expired(self, now_ns: int) -> list[str]:
+        return self._sessions.expired(now_ns)
 
     def begin(self, request: Request, row: TraceRequest, replica: int) -> str | None:
         last, num_computed = self._left.get(row.session_id, (row, 0))

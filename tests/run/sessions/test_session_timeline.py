@@ -12,7 +12,9 @@ import msgspec
 import pytest
 
 import kvarts
+from kvarts.base.errors import OutputError
 from kvarts.cli.record import live_reader
+from kvarts.evidence import verify_file
 from kvarts.proof.record.live import LiveTimeline
 from kvarts.run.sessions.values import SessionSettings
 from kvarts.sim.report.steps import StepLog
@@ -75,7 +77,7 @@ def test_an_engine_outlives_its_record(tmp_path: Path, monkeypatch: pytest.Monke
     """A disk that is full ends the record, which is said once, and nothing else."""
 
     def fail(_: LiveTimeline, events: Any) -> None:
-        raise kvarts.OutputError("cannot be written: No space left on device", path=tmp_path)
+        raise OutputError("cannot be written: No space left on device", path=tmp_path)
 
     monkeypatch.setattr(LiveTimeline, "observe", fail)
     said: list[str] = []
@@ -103,7 +105,7 @@ def test_a_server_writes_its_timeline(tmp_path: Path) -> None:
     from kvarts.doors.client import Sessions
 
     path = tmp_path / "server.jsonl"
-    options = ("--speedup", "1000", "--bind", "127.0.0.1:0", "--kv-timeline", path)
+    options = ("--speedup", "1000", "--port", "0", "--kv-timeline", path)
     with preforked.start("serve", "sessions", "--mock", *options) as process:
         assert process.stderr is not None
         address = process.stderr.readline().split()[3]
@@ -113,4 +115,4 @@ def test_a_server_writes_its_timeline(tmp_path: Path) -> None:
             assert len([*session.generate(20)]) > 0
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0
-    assert kvarts.verify_file(path).verdict == "ok"
+    assert verify_file(path).verdict == "ok"

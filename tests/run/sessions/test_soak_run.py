@@ -271,7 +271,7 @@ class FakeClientSession:
 
 @pytest.fixture
 def on_a_fake(monkeypatch: pytest.MonkeyPatch) -> FakeTarget:
-    """`kvarts soak --address` and `--virtual` find this instead of a server."""
+    """`kvarts soak` and `--virtual` find this instead of a server."""
     target = FakeTarget()
 
     @asynccontextmanager
@@ -299,13 +299,13 @@ def soak(*more: object) -> list[object]:
             "--set", "max_tokens=8", *more]  # fmt: skip
 
 
-@pytest.mark.parametrize("where", [("--virtual",), ("--address", "127.0.0.1:50051")])
+@pytest.mark.parametrize("where", [("--virtual",), ("--host", "127.0.0.1", "--port", "50051")])
 def test_the_command(on_a_fake: FakeTarget, kvarts: Any, tmp_path: Path, where: tuple[str, ...]) -> None:
     out, page = tmp_path / "out.json", tmp_path / "out.html"
     code, printed, said = kvarts(*soak(*where, "--json", out, "--page", page))
     assert code == 0, printed
     assert printed.startswith("bounded, 200 turns\n  end                 ok")
-    assert ("soak of 2 sessions on" in said) == (where[0] == "--address")
+    assert ("soak of 2 sessions on" in said) == (where[0] == "--host")
     assert json.loads(out.read_text())["verdict"]["verdict"] == "bounded"
     assert page.read_bytes().startswith(b"<!doctype html>")
 
@@ -346,8 +346,7 @@ def test_sigterm_ends_the_command_with_a_verdict(on_a_fake: FakeTarget, kvarts: 
 
 def test_what_the_command_refuses(kvarts: Any, tmp_path: Path) -> None:
     for arguments, code in (
-        (["soak"], 2),
-        (["soak", "--virtual", "--address", "x"], 2),
+        (["soak", "--virtual", "--host", "x"], 2),
         (["soak", "--virtual", "--json", tmp_path / "no" / "out.json"], 7),
         (["soak", "--virtual", "--duration", "soon"], 2),
         (["soak", "--virtual", "--set", "bytes_per_token=4096 bytes"], 2),

@@ -69,6 +69,22 @@ def test_a_run_directory_has_the_timelines_of_all_workers_and_makes_a_page(
     assert page.read_text().rstrip().endswith("</html>")
 
 
+@pytest.mark.parametrize("fleet", [(), APART, ("--replicas", 2)])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "tensorrt-llm"])
+def test_a_request_that_can_never_run_has_a_story(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path, fleet: Any, engine: str
+) -> None:
+    if engine == "sglang" and fleet == APART:
+        pytest.skip("SGLang's steps are not modelled in pools")
+    trace, run = tmp_path / "trace.jsonl", tmp_path / "run"
+    trace.write_text('{"timestamp": 0, "input_length": 255, "output_length": 400, "hash_ids": [1]}\n')
+    given = ("--pages", 40, "--page-size", 16, "--engine", engine, "--run-dir", run)
+    assert run_command("replay", trace, *given, *fleet) in (0, 6)
+    capsys.readouterr()
+    assert run_command("story", run, "--request", "0") == 0
+    assert capsys.readouterr().out.count("rejected: needs 4") == 1
+
+
 @pytest.mark.parametrize("model", [(), ("--model", "gpt-oss-20b", "--device", "h100-80gb", "--kv-memory", "6GiB")])
 def test_journals_tell_the_story_of_a_request_on_both_workers(
     run_command: Callable[..., int],

@@ -347,6 +347,13 @@ def test_the_router_before_one_replica_knows_its_pages() -> None:
     assert_pool_is_replicas(case, router="dynamo-kv", routing=Routing(queue_threshold=0.1))
 
 
+def test_a_router_knows_that_the_first_prompt_of_a_worker_is_computed() -> None:
+    """In a fleet and in replicas: when the second request arrives, nothing of the first is left to compute."""
+    rows = [Row(0, [0] * 3, 6, 2, None, 0, None), Row(20, [0] * 8, 15, 1, None, 0, None)]
+    case = Case(rows, 2, 1, 33, 64, 8, "default", 1)
+    assert_pool_is_replicas(case, replicas=2, router="dynamo-kv", routing=Routing(event_lag="40ms"))
+
+
 def assert_pool_is_replicas(case: Case, **settings: Any) -> None:
     config = case.config(**settings)
     fleet = FleetConfig(pools=(PoolConfig(role="mixed", each=config),))

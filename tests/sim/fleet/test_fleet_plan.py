@@ -76,13 +76,16 @@ def test_no_point_of_the_front_is_dominated_and_all_other_points_are(asked: Call
     for smaller, larger in pairwise(plan["front"]):
         assert smaller["devices"] < larger["devices"] and smaller["slo_ratio"] < larger["slo_ratio"]
     limit = plan["front"][-1]["devices"]
-    for point in plan["points"]:
+    without = [point for point in plan["points"] if not point["host_bytes"]]
+    for point in without:
         if point["devices"] <= limit and not point["on_front"]:
             assert any(
                 other["devices"] <= point["devices"] and other["slo_ratio"] >= point["slo_ratio"]
                 for other in plan["front"]
             )
-    assert plan["num_replayed"] == len(plan["points"]) < plan["num_fleets"]
+    assert plan["num_replayed"] == len(without) < plan["num_fleets"]
+    most = plan["options"][0]["devices"]
+    assert all(each["devices"] <= most for each in plan["options"] if each["name"] in {"mixed", "apart"})
 
 
 @pytest.mark.slow
@@ -109,16 +112,19 @@ def test_the_front_is_that_of_replaying_every_fleet(trace: Path, settings: Given
 @pytest.mark.long
 def test_one_device_is_what_the_plan_of_one_engine_says(asked: Callable[..., Any], trace: Path) -> None:
     options = (trace, *MODEL, "--slo-ttft-ms", "10000", "--slo-tpot-ms", "30", "--json")
-    (point,) = asked("plan", "fleet", *options, "--gpus", 1)["fleets"]["points"]
+    found = asked("plan", "fleet", *options, "--gpus", 1)["fleets"]["points"]
     plan = asked("plan", "slo", *options)
     num_pages = plan["config"]["pages"]
-    (alone,) = (
-        each
+    alone = {
+        (each["host_bytes"], each["policy"]): each
         for each in plan["latency"]["points"]
         if (each["replicas"], each["pages"], each["rate"], each["cost_factor"]) == (1, num_pages, 1.0, 1.0)
-    )
-    for field in ("devices", "goodput_per_s", "slo_ratio", "ttft_ms", "tpot_ms", "e2e_ms", "hit_ratio", "limited_by"):
-        assert point[field] == alone[field]
+    }
+    points = {(each["host_bytes"], each["policy"]): each for each in found}
+    assert (0, None) in points.keys() & alone.keys()
+    for memory in points.keys() & alone.keys():
+        for field in ("devices", "goodput_per_s", "slo_ratio", "ttft_ms", "tpot_ms", "hit_ratio", "limited_by"):
+            assert points[memory][field] == alone[memory][field]
 
 
 @pytest.mark.long
@@ -164,7 +170,8 @@ def test_the_text_has_the_answer_and_three_commands(
     text = capsys.readouterr().out
     lines = text.splitlines()
     assert sum(line.startswith("  kvarts replay ") for line in lines) == 3
-    assert max(len(line) for line in lines if "kvarts replay" not in line and "TP" not in line) <= 90
+    commands = ("  kvarts replay ", "  vllm serve ", "  python -m sglang.launch_server ")
+    assert max(len(line) for line in lines if not line.startswith(commands) and "TP" not in line) <= 90
     assert run_command("plan", "fleet", trace, *MODEL, *TIGHT, "--gpus", 4, "--html", page) == 0
     assert "Fleets for slice.jsonl" in page.read_text()
 

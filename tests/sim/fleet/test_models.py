@@ -509,8 +509,8 @@ def test_pages_of_several_models_have_no_size_in_common(
         config.write_text('device = "h100-80gb"\nrouter = "least-loaded"\n' + "".join(ordered))
         assert run_command("replay", trace, "--config", config) == 0
         lines = capsys.readouterr().out.splitlines()
-        (working_set,) = [line for line in lines if line.startswith("working set")]
-        assert "GiB" not in working_set
+        (distinct,) = [line for line in lines if line.startswith("distinct")]
+        assert "GiB" not in distinct
     config.write_text('device = "h100-80gb"\n' + pool_of("chat", "qwen3-0.6b") + pool_of("qwen3-8b", "qwen3-0.6b"))
     assert run_command("replay", trace, "--config", config) == 0
     assert "GiB" in capsys.readouterr().out

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kvarts import Routing
 from kvarts.base.errors import ConfigError
+from kvarts.policies import Routing
 from kvarts.sim.fleet.config import FleetConfig
 from kvarts.sim.fleet.report import FleetReport
 from kvarts.sim.fleet.scaling import Decision, FleetState, Scaler, parse_scaler

@@ -138,6 +138,25 @@ def test_pools_that_are_alike_are_one_pool(case: FleetCase) -> None:
     assert replay(case.case.trace(), split).requests_jsonl() == replay(case.case.trace(), whole).requests_jsonl()
 
 
+@pytest.mark.laws
+@given(
+    cases(max_requests=30),
+    st.sampled_from(["round-robin", "least-loaded", "prefix"]),
+    st.booleans(),
+)
+def test_replicas_are_one_pool_of_mixed_workers(case: Case, router: str, stops: bool) -> None:
+    """The same bytes, if requests arrive at known times and are not cancelled: decision 26 lists other differences."""
+    config = case.config(profile="default", router=router, stop_tokens=stops)
+    alone = replay(case.trace(), config)
+    pool = replay(case.trace(), FleetConfig(pools=(PoolConfig(role="mixed", each=config),)))
+    of_pool = pool.requests
+    for name, column in alone.requests.items():
+        assert list(map(str, of_pool[name])) == list(map(str, column)), name
+    for name, column in alone.steps.items():
+        assert pool.steps[name].tobytes() == column.tobytes(), name
+    assert {**pool.summary, "config": None, "fleet": None} == {**alone.summary, "config": None, "fleet": None}
+
+
 ROLES: list[list[Role]] = [
     ["mixed", "mixed"],
     ["prefill", "decode", "mixed"],

@@ -248,7 +248,8 @@ def test_fast_forward_equals_step_by_step(
     case.rate = case.rate or 1e6
     memory: dict[str, Any] = {"offload": offload, "router": router}
     if groups is not None:
-        offload = structs.replace(offload, full_prompt_hits=False, preemption_mode="recompute")
+        kept = "lazy" if offload.policy == "exclusive" else offload.policy
+        offload = structs.replace(offload, policy=kept, full_prompt_hits=False, preemption_mode="recompute")
         memory |= {"offload": offload, "kv_groups": "all", "groups": groups}
     told: list[Any] = []
     for step_by_step in (False, True):

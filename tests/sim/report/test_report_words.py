@@ -31,7 +31,7 @@ ROOFLINE = {"model": "roofline", "llm": "qwen3-8b", "device": "h200", "tensor_pa
             {"engine": "sglang", "cost": "polynomial", "model": None, "device": None},
             [
                 "No --model: generic step times (polynomial, of Dynamo's mocker)",
-                "rules of vLLM, defaults of SGLang",
+                "rules and defaults of SGLang",
                 "  name yours: --model llama-3.1-8b --device h100-80gb",
             ],
         ),
@@ -47,7 +47,7 @@ def test_a_latency_is_shown_with_its_uncertainty_and_what_that_is() -> None:
     sure = dict(facts(RunReport(ttft_ms=ttft)))
     assert sure["TTFT"] == "p50 22.0 ms, p90 51.7 ms, p99 84.3 ms" and UNCERTAIN[0] not in sure
     unsure = dict(facts(RunReport(ttft_ms=ttft, uncertainty={"ttft_ms": Spread(p50=2.8, p99=10.9)})))
-    assert unsure["TTFT"] == "p50 22.0 ms +- 2.8 ms, p90 51.7 ms, p99 84.3 ms +- 10.9 ms"
+    assert unsure["TTFT"] == "p50 22.0 ms ± 2.8 ms, p90 51.7 ms, p99 84.3 ms ± 10.9 ms"
     assert unsure[UNCERTAIN[0]] == UNCERTAIN[1]
 
 

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvarts import ReplayConfig, Report, Slo, Trace, load_mooncake, replay
+from kvarts import ReplayConfig, Report, Slo, Trace, replay
 from kvarts.sim.report.run_directory import RunDirectory
 from kvarts.sim.report.run_page import SPARKS, ShownOverview, ShownTokens, ShownWait, page_data, render_html, sparkline
+from kvarts.sim.traffic.mooncake import load_mooncake
 
 from builders.browser import as_phone, inks, ready, scrolls_sideways
 from builders.run_directory import timeline_rows, write_run_directory, write_timeline

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +67,27 @@ def test_a_request_whose_pages_are_taken_while_its_last_token_is_sampled_was_pre
     report = replay(case.trace(), case.config(async_scheduling=True))
     assert report.summary["num_preemptions"] == 1
     assert report.request_columns["preemptions"].tolist() == [0, 0, 1]
+
+
+AHEAD = """
+400 s5 1223 300 2 3 1000|501 s3 702 900 3 1002|501 s2 2880 1 5 0 1 5 5 1003|1312 s4 425 1 1014|
+1412 s0 764 100 5 1017|1417 s4 782 30 3 1019|1874 s4 600 30 3 1032|1874 s0 2421 30 5 3 2 3 1033|1874 s4 848 300 3 1034
+"""
+"""Rows: time, session, prompt and output tokens, hash ids. The pages of one that has ended are taken for another."""
+
+
+def test_a_preemption_after_the_last_token_is_that_of_its_row(tmp_path: Path, kvarts: Callable[..., Any]) -> None:
+    rows = [row.split() for row in AHEAD.split("|")]
+    names = ("timestamp", "session_id", "input_length", "output_length", "hash_ids")
+    values = [[int(time), name, int(size), int(most), list(map(int, ids))] for time, name, size, most, *ids in rows]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in values))
+    scaled = ("--set", "scaling.policy=queue,target=1,every=0.05s,stable=0.1s", "--router", "sglang-cache-aware")
+    out = ("--json", "--requests", tmp_path / "rows.jsonl")
+    code, text, err = kvarts("replay", trace, "--pages", 250, "--replicas", 2, "--engine", "vllm", *scaled, *out)
+    assert code == 0, err
+    written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert json.loads(text)["num_preemptions"] == sum(row["preemptions"] for row in written) == 1
 
 
 def test_a_mockers_share_is_of_its_prompts() -> None:

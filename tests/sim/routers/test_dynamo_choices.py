@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvarts import ReplayConfig, Routing, load_trace, replay
+from kvarts import ReplayConfig, load_trace, replay
+from kvarts.policies import Routing
 from kvarts.sim.routers.policies import policy_of
 from kvarts.sim.routers.view import Asked, View
 

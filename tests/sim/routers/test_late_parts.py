@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts import ReplayConfig, Routing, replay
+from kvarts import ReplayConfig, replay
 from kvarts.core.kv.groups import PartGroup
+from kvarts.policies import Routing
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.driver import Driver
 from kvarts.sim.replay import open_replica

@@ -9,6 +9,7 @@ from kvarts.core.events import PagesStored
 from kvarts.core.request import Request
 from kvarts.sim.routers.config import Routing
 from kvarts.sim.routers.policies import POLICIES
+from kvarts.sim.routers.view import WorkerFacts
 
 TOKENS = list(range(64))
 
@@ -17,7 +18,7 @@ TOKENS = list(range(64))
 def test_a_prefix_that_only_a_worker_has_that_left_is_computed_on_another(name: str) -> None:
     router = Routing().open(
         f"{name}:threshold=0,chunk_tokens=16" if name == "production-stack-kv" else name,
-        num_workers=3, page_size=16, max_num_batched_tokens=512, tiers=("device",), directory=None,
+        WorkerFacts(3, 16, 512),
     )  # fmt: skip
     content = Content.from_tokens(TOKENS, page_size=16, owner=0)
     reader = router.reader_of(1)
@@ -36,7 +37,7 @@ def test_a_prefix_that_only_a_worker_has_that_left_is_computed_on_another(name: 
 def test_what_a_failed_worker_had_does_not_count_where_its_request_is_placed_again() -> None:
     """In a router with a queue, which applies what it is told when it looks at its queue next."""
     router = Routing(queue_threshold=0.5).open(
-        "least-loaded", num_workers=2, page_size=16, max_num_batched_tokens=64, tiers=("device",), directory=None,
+        "least-loaded", WorkerFacts(2, 16, 64),
     )  # fmt: skip
     content = Content.from_tokens(TOKENS, page_size=16, owner=0)
     first, second = (Request(index, content, num_prompt_tokens=64, max_tokens=2, arrival_ns=0) for index in (0, 1))

@@ -16,7 +16,7 @@ from kvarts.core.request import Request
 from kvarts.sim.routers.config import Routing
 from kvarts.sim.routers.policies import policy_of
 from kvarts.sim.routers.router import PolicyRouter
-from kvarts.sim.routers.view import Asked, View
+from kvarts.sim.routers.view import Asked, View, WorkerFacts
 
 DATA = Path(__file__).parent / "data"
 STACK: list[dict[str, Any]] = json.loads((DATA / "production-stack.json").read_text())
@@ -52,8 +52,8 @@ def test_workers_are_those_of_the_production_stack(sequence: dict[str, Any], mon
 
     monkeypatch.setattr(View, "any_of", any_of)
     router = PolicyRouter(
-        given, order="fcfs", queue_tokens=None, event_lag_ns=0, staleness_ns=0, seed=0,
-        num_workers=sequence["workers"], page_size=16, max_num_batched_tokens=8192,
+        given, WorkerFacts(sequence["workers"], 16),
+        order="fcfs", queue_tokens=None, event_lag_ns=0, staleness_ns=0, seed=0,
     )  # fmt: skip
     for index, (text, _, _) in enumerate(sequence["rows"]):
         router.place(request(index, [ord(letter) for letter in text]), None, index)
@@ -71,7 +71,7 @@ def test_workers_are_those_of_the_production_stack(sequence: dict[str, Any], mon
 
 @pytest.mark.parametrize("sequence", RANKS, ids=range(len(RANKS)))
 def test_ranks_are_those_of_vllms_front_end(sequence: dict[str, Any]) -> None:
-    router = Routing().open("vllm-ranks", num_workers=sequence["workers"], page_size=4, max_num_batched_tokens=64)
+    router = Routing().open("vllm-ranks", WorkerFacts(sequence["workers"], 4, 64))
     index = 0
     for kind, value in sequence["events"]:
         if kind == "loads":

@@ -13,6 +13,7 @@ from kvarts.core.events import PagesRemoved, PagesStored
 from kvarts.core.request import Request
 from kvarts.sim.routers.config import Routing
 from kvarts.sim.routers.router import PolicyRouter
+from kvarts.sim.routers.view import WorkerFacts
 
 from oracles.naive_routers import NaiveRouter, Placed
 
@@ -37,9 +38,7 @@ class Driven:
     """A router and the naive one, told the same."""
 
     def __init__(self, name: str, num_workers: int, **routing: Any) -> None:
-        self.router = Routing(**routing).open(
-            name, num_workers=num_workers, page_size=PAGE, max_num_batched_tokens=64, tiers=("device", "host")
-        )
+        self.router = Routing(**routing).open(name, WorkerFacts(num_workers, PAGE, 64, tiers=("device", "host")))
         self.naive = NaiveRouter(num_workers, PAGE, metrics=[(0, 0, 0, 0, 0.0)] * num_workers)
         self.now_ns = 0
 

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts import ConfigError, ReplayConfig, Routing, load_trace, replay
+from kvarts import ConfigError, ReplayConfig, load_trace, replay
 from kvarts.core.kv.groups import PartGroup
 from kvarts.core.kv.layers import KvLayer
 from kvarts.cost.polynomial import LinearCost
+from kvarts.policies import Routing
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.driver import Driver
 from kvarts.sim.replay import open_replica
@@ -181,7 +182,8 @@ ROUTERS = ("prefix", "session", *SEEDED)
 def replayed_in_a_process(seed: int, hash_seed: int) -> dict[str, str]:
     """Return the requests of a replay by each of ROUTERS, all in one process of its own."""
     code = (
-        "import json, sys; from kvarts import ReplayConfig, Routing, load_trace, replay; "
+        "import json, sys; from kvarts import ReplayConfig, load_trace, replay; "
+        "from kvarts.policies import Routing; "
         "trace, seed = load_trace('sample:azure-chat'), Routing(seed=int(sys.argv[1])); "
         "of = lambda router: ReplayConfig(num_pages=3000, replicas=5, router=router, routing=seed); "
         "rows = {router: replay(trace, of(router)).requests_jsonl().decode() for router in sys.argv[2:]}; "

@@ -15,7 +15,7 @@ from kvarts.core.content import Content, pack_units
 from kvarts.core.request import Request
 from kvarts.sim.routers.policies import policy_of
 from kvarts.sim.routers.router import PolicyRouter
-from kvarts.sim.routers.view import Asked, View
+from kvarts.sim.routers.view import Asked, View, WorkerFacts
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "sglang-router-0.3.2.json").read_text())
 SEQUENCES: list[dict[str, Any]] = RECORDED["sequences"]
@@ -40,14 +40,12 @@ def choices(sequence: dict[str, Any]) -> tuple[list[int], list[int]]:
     given = Given(policy_of(f"sglang-cache-aware:{options}".rstrip(":")), theirs)
     router = PolicyRouter(
         given,
+        WorkerFacts(sequence["workers"], 16),
         order="fcfs",
         queue_tokens=None,
         event_lag_ns=0,
         staleness_ns=0,
         seed=0,
-        num_workers=sequence["workers"],
-        page_size=16,
-        max_num_batched_tokens=8192,
     )
     for number, event in enumerate(sequence["events"]):
         if len(event) == 1:

@@ -10,13 +10,14 @@ from kvarts.core.content import Content
 from kvarts.core.request import Request
 from kvarts.sim.lockstep import WithinGroups
 from kvarts.sim.routers.config import Routing
+from kvarts.sim.routers.view import WorkerFacts
 
 pytestmark = pytest.mark.laws
 
 
 @given(st.integers(1, 4), st.data())
 def test_the_rank_with_the_lowest_score_is_chosen(num_ranks: int, data: st.DataObject) -> None:
-    router = Routing().open("vllm-ranks", num_workers=num_ranks, page_size=4, max_num_batched_tokens=64)
+    router = Routing().open("vllm-ranks", WorkerFacts(num_ranks, 4, 64))
     placed: list[list[int]] = [[] for _ in range(num_ranks)]
     reports = [(0, 0, 0.0)] * num_ranks
     since = [0] * num_ranks
@@ -48,10 +49,7 @@ def test_the_rank_with_the_lowest_score_is_chosen(num_ranks: int, data: st.DataO
 def test_groups_in_turn_choose_as_front_ends_of_their_own(num_groups: int, num_ranks: int, data: st.DataObject) -> None:
     """The router of groups in lock step is one `vllm-ranks` for each group, whose requests are every so many."""
     together = WithinGroups(num_groups * num_ranks, num_ranks)
-    alone = [
-        Routing().open("vllm-ranks", num_workers=num_ranks, page_size=4, max_num_batched_tokens=64)
-        for _ in range(num_groups)
-    ]
+    alone = [Routing().open("vllm-ranks", WorkerFacts(num_ranks, 4, 64)) for _ in range(num_groups)]
     assert {each.staleness_ns for each in alone} == {together.staleness_ns}
     in_flight: list[int] = []
     for index in range(data.draw(st.integers(1, 30))):

@@ -10,10 +10,10 @@ from hypothesis import settings
 from kvarts.core.kv.eviction import EvictionOrder, LruOrder
 from kvarts.core.kv.tree import PrefixTree
 from kvarts.sim.sharing.memory import AgedOrder, DeviceMemory, DevicePart, ReleaseClock, open_part
+from kvarts.testing import EvictionOrderContract, leave
 
 from builders.cache_machine import CacheMachine
 from builders.engines import whole_pages
-from builders.eviction_contract import EvictionOrderContract, leave
 from builders.orders import FewestHits
 from builders.parts import NO_OTHERS
 

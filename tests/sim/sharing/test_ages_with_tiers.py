@@ -12,9 +12,9 @@ from kvarts.core.tiers.config import OffloadConfig
 from kvarts.core.tiers.opening import open_offloader
 from kvarts.core.tiers.safe_first import SafeFirst
 from kvarts.sim.sharing.memory import AgedOrder, DeviceMemory, ReleaseClock, open_part
+from kvarts.testing import EvictionOrderContract, leave
 
 from builders.engines import whole_pages
-from builders.eviction_contract import EvictionOrderContract, leave
 from builders.parts import NO_OTHERS
 
 pytestmark = pytest.mark.laws

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from builders.case import Case, Row
 from builders.grouped import FULL
 from builders.kv_event_client import open_client
 from builders.kv_events import GroupConsumer
+from builders.ports import free_ports
 
 Run = Callable[..., int]
 
@@ -80,21 +79,6 @@ def test_a_consumer_of_each_model_holds_what_that_model_holds(case: Device, form
 
 
 MODELS = ("--model", "chat=llama-3.1-8b", "--model", "code=gemma-3-12b", "--device", "h100-80gb")
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` free ports in a row."""
-    while True:
-        with ExitStack() as stack:
-            first = stack.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            try:
-                for number in range(1, count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port + number))
-            except (OSError, OverflowError):
-                continue
-            return port
 
 
 def traffic(folder: Path) -> list[str | Path]:

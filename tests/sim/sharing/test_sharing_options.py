@@ -131,6 +131,14 @@ def test_what_several_models_do_not_combine_with_is_refused(values: dict[str, An
     assert caught.value.field == field
 
 
+def test_a_start_of_vllm_is_of_one_model() -> None:
+    """It used to be replayed without one, and without a word."""
+    models = {"a": ModelShare(model="qwen3-8b"), "b": ModelShare(model="qwen3-0.6b")}
+    with pytest.raises(ConfigError, match="vLLM plans one model for the whole device"):
+        SharingConfig(models=models, each=ReplayConfig(engine="vllm==0.33"), device="h100-80gb", kv_memory="4GiB")
+    SharingConfig(models=models, each=ReplayConfig(engine="vllm"), device="h100-80gb", kv_memory="4GiB")
+
+
 def test_sessions_of_several_models_are_refused() -> None:
     """A window changed nothing, and nothing was said of it."""
     sessions = SessionReplay(window=100)
@@ -181,7 +189,7 @@ def test_an_error_says_where_the_value_came_from(
     ("settings", "says"),
     [
         ({"snapshots": "end"}, "snapshots: must be 'ends' or 'branches', got 'end'"),
-        ({"eviction": "arc"}, "eviction: 'arc' is not callable"),
+        ({"eviction": "arc"}, "eviction: 'arc' is not a policy"),
     ],
 )
 def test_a_share_names_the_field(settings: dict[str, Any], says: str) -> None:

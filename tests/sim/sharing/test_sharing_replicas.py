@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,25 @@ def test_turns_after_one_without_a_step_end_before_the_next_arrival() -> None:
     assert everything(fast) == everything(slow)
 
 
+def test_a_model_that_waits_for_pages_of_others_has_no_second_turn_at_the_same_time() -> None:
+    """L8: a stalled model took every turn, because the pages of the request to preempt were shared and stayed used."""
+    of_a = [
+        (0, 44, 2, 0), (0, 60, 2, 0), (0, 44, 7, 0), (0, 57, 2, 0), (7, 24, 16, 0), (47, 44, 2, 0), (47, 31, 19, -1),
+        (47, 52, 2, 0), (87, 24, 18, 0), (87, 44, 2, 0), (87, 40, 26, 0),
+    ]  # fmt: skip
+    of_b = [
+        (0, 26, 2, 0), (0, 20, 2, 0), (200, 26, 1, 0), (240, 18, 2, 0), (440, 26, 2, -1), (440, 26, 2, 0),
+        (440, 20, 2, 0),
+    ]  # fmt: skip
+    a, b = (
+        Case([Row(ms, [0] * 15, prompt, output, None, priority, None) for ms, prompt, output, priority in rows], *sizes)
+        for rows, sizes in ((of_a, (4, 4, 79, 4, 1, "default", 1)), (of_b, (2, 4, 32, 8192, 1, "default", 1)))
+    )
+    case = Sharing([a, b], 4, [4, 4], [27, 20], [1, 19], [0, 100], [None, None], 110, 64, 4, inf)
+    report = case.run(replicas=2, router="round-robin")
+    assert [each.summary["num_completed"] for each in report.reports.values()] == [len(of_a), len(of_b)]
+
+
 @given(sharings(max_requests=20), loads(), st.booleans(), st.data())
 def test_health_is_that_of_a_model_on_all_devices(
     case: Sharing, load: dict[str, Any], with_tiers: bool, draws: st.DataObject
@@ -226,6 +246,8 @@ def test_health_is_that_of_a_model_on_all_devices(
     health = tuple(f"{name}={state}@{ms / 1000:.3f}" for name, state, ms in changes)
     if with_tiers:
         load["offload"] = OffloadConfig(host_pages=8, h2d="1kB/s", d2h="1kB/s")
+    if (queue_threshold := draws.draw(st.sampled_from([None, None, 0, 0.2]))) is not None:
+        load["routing"] = msgspec.structs.replace(load.get("routing", Routing()), queue_threshold=queue_threshold)
     traces = {name: of_model.trace() for name, of_model in zip(names, case.cases, strict=True)}
     reports: list[SharedReport] = [
         replay(traces, msgspec.structs.replace(case.config(step_by_step=slowly, audit=slowly, **load), health=health))
@@ -238,6 +260,15 @@ def test_health_is_that_of_a_model_on_all_devices(
         assert ended == len(case.cases[names.index(name)].rows)
         for log in report.step_logs:
             assert not len(log) or log.rests["used"].max() == 0
+
+
+@pytest.mark.parametrize("health", ["dead", "degraded"])
+def test_requests_that_a_router_holds_end_with_their_model(health: str) -> None:
+    """The router hears of those that fail, and lets the next go."""
+    report = steady(("a=" + health + "@0.003",), routing=Routing(queue_threshold=0))
+    of_a = report.reports["a"].summary
+    assert of_a["num_completed"] + of_a["num_rejected"] + of_a["num_failed"] == 9
+    assert report.reports["b"].summary["num_completed"] == 9
 
 
 @pytest.mark.parametrize("health", ["dead", "degraded"])

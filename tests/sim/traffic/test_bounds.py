@@ -40,9 +40,14 @@ FAR = (
 )
 """Beyond the latest time, the sign of 64 bits, 64 bits, and floating point; NaN is no JSON."""
 
+HALF = "\ud83d"
+"""Half of the two escapes of a character, as JavaScript writes a text that it has cut."""
+
 
 def varied(value: Any) -> Iterator[Any]:
-    """Copies of a JSON value, each with one number replaced by one of FAR."""
+    """Copies of a JSON value, each with one number replaced by one of FAR, or one value by HALF."""
+    if not isinstance(value, str):
+        yield HALF
     if isinstance(value, dict):
         for key, item in value.items():
             yield from ({**value, key: each} for each in varied(item))
@@ -51,8 +56,10 @@ def varied(value: Any) -> Iterator[Any]:
             yield from ([*value[:place], each, *value[place + 1 :]] for each in varied(item))
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield from (Far(text) for text in FAR)
-    elif isinstance(value, str) and value.isdecimal():  # 64 bits are text in OpenTelemetry's JSON
-        yield from FAR
+    elif isinstance(value, str):
+        yield HALF
+        if value.isdecimal():  # 64 bits are text in OpenTelemetry's JSON
+            yield from FAR
 
 
 class Far:
@@ -156,6 +163,16 @@ def test_half_of_the_two_escapes_of_a_character_is_named(tmp_path: Path) -> None
     path.write_text('{"timestamp":0,"input_length":1,"output_length":1,"hash_ids":[1],"request_id":"\\ud83d"}\n')
     with pytest.raises(InputError, match=r"trace\.jsonl:1: .*half of a character's two escapes, such as \\ud83d alone"):
         load_trace(path)
+
+
+def test_a_text_that_was_cut_in_a_character_is_read_with_a_mark(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    turn = '{"created":%d,"messages":[{"role":"user","content":"Hello %s"}],'
+    row = turn + '"response":{"usage":{"completion_tokens":2}}}\n'
+    path.write_text(row % (5, "\\ud83d") + row % (6, "\\ufffd") + row % (7, "\\ud83d\\ude00"))
+    cut, marked, whole = (each.num_prompt_tokens for each in load_trace(path))
+    assert cut == marked
+    assert whole >= marked
 
 
 UNBOUNDED = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvarts import ReplayConfig, replay
 from kvarts.base.errors import ConfigError, InputError
+from kvarts.plan.why import why
 from kvarts.sim.traffic.formats import load_trace
 from kvarts.sim.traffic.prompts import Prompts
 from kvarts.sim.traffic.trace import Trace
@@ -394,3 +396,113 @@ def test_a_table_with_a_prompt_is_one_of_columns(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     path.write_text("time,prompt,prompt_tokens,completion_tokens\n2026-01-01T00:00:00Z,hello,5,2\n")
     assert [request.num_prompt_tokens for request in load_trace(path)] == [5]
+
+
+@pytest.mark.parametrize(
+    ("answer", "what"), [('{"custom_id":"b","resp', "ends too early"), ("[1]", "is not an object")]
+)
+def test_a_malformed_answer_of_a_batch_is_named_by_its_line(tmp_path: Path, answer: str, what: str) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello there"}]}
+    (tmp_path / "in.jsonl").write_text(
+        json.dumps({"custom_id": "a", "url": "/v1/chat/completions", "body": body}) + "\n"
+    )
+    choice = {"message": {"role": "assistant", "content": "yes"}}
+    good = {"custom_id": "a", "response": {"status_code": 200, "body": {"choices": [choice]}}, "error": None}
+    (tmp_path / "out.jsonl").write_text(f"{json.dumps(good)}\n{answer}\n")
+    with pytest.raises(InputError, match=rf"out\.jsonl:2: {what}"):
+        load_trace(tmp_path)
+    trace = load_trace(tmp_path, skip_bad_lines=True)
+    assert (len(list(trace)), trace.num_skipped_lines) == (1, 1)
+
+
+def test_a_chat_template_that_is_not_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text('{"messages":[{"role":"user","content":"hello there"}]}\n')
+    (tmp_path / "template.jinja").write_bytes(b"\xff\xfe{{")
+    with pytest.raises(InputError, match=r"template\.jinja: cannot be read"):
+        load_trace(tmp_path / "log.jsonl", chat_template=str(tmp_path / "template.jinja"), output_tokens=1)
+
+
+def test_times_in_seconds_keep_their_nanoseconds(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "hello there"}], "response": {"choices": [{"text": "yes"}]}}
+    (tmp_path / "log.jsonl").write_text(
+        "".join(json.dumps({**row, "created": at}) + "\n" for at in (1700000000, 1700000000.25, 1700000001.000001))
+    )
+    first, second, third = (request.arrival_ns for request in load_trace(tmp_path / "log.jsonl"))
+    assert (second - first, third - first) == (250_000_000, round((1700000001.000001 - 1700000000) * 1e9))
+
+
+BODIES: tuple[dict[str, Any], ...] = (
+    {
+        "created": 5, "model": "m", "session_id": "s", "cache_salt": "c", "chat_template_kwargs": {"a": 1},
+        "messages": [
+            {"role": "system", "content": "You help."},
+            {"role": "user",
+             "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "u"}}]},
+            {"role": "assistant", "content": None, "reasoning_content": "r",
+             "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "tool", "tool_call_id": "c", "name": "f", "content": "42"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        "response": {"choices": [{"message": {"role": "assistant", "content": "b", "tool_calls": []}}],
+                     "usage": {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {}}},
+    },
+    {
+        "timestamp": "2026-01-01T00:00:00Z", "system": [{"type": "text", "text": "S"}],
+        "messages": [
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text"}]}]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "n", "input": {}},
+                                              {"type": "thinking", "thinking": "t"}]},
+        ],
+        "tools": [{"name": "n", "input_schema": {}}],
+        "response": {"content": [{"type": "text", "text": "A"}], "usage": {"input_tokens": 5, "output_tokens": 2}},
+    },
+    {
+        "created_at": 5.5, "instructions": "I", "output": [{"type": "message", "content": [{"type": "output_text"}]}],
+        "input": [{"role": "user", "content": "q"}, {"type": "function_call", "call_id": "c", "arguments": "{}"},
+                  {"type": "function_call_output", "call_id": "c", "output": "o"},
+                  {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}]}],
+    },
+)  # fmt: skip
+OTHERS: tuple[Any, ...] = (
+    1e308,
+    -1,
+    None,
+    True,
+    "x",
+    [],
+    {},
+    [[]],
+    [None],
+    {"function": None},
+    ["a"],
+    "\ud83d",
+    "\x1b[31m",
+)
+
+
+def replaced(value: Any) -> Iterator[Any]:
+    """Copies of a value, each with one part of it replaced by one of OTHERS."""
+    yield from OTHERS
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from ({**value, key: each} for each in replaced(item))
+    elif isinstance(value, list):
+        for place, item in enumerate(value):
+            yield from ([*value[:place], each, *value[place + 1 :]] for each in replaced(item))
+
+
+@pytest.mark.parametrize("body", BODIES, ids=["chat", "anthropic", "responses"])
+def test_a_value_of_any_type_at_any_place_is_read_or_named(body: dict[str, Any], tmp_path: Path) -> None:
+    rows = [row for row in replaced(body) if isinstance(row, dict)]
+    paths = [tmp_path / f"{number}.jsonl" for number in range(len(rows))]
+    assert len(rows) > 200
+    for path, row in zip(paths, rows, strict=True):
+        path.write_text("".join(json.dumps(each) + "\n" for each in (body, row)))
+        try:
+            assert len(list(load_trace(path))) >= 1
+            why(path)
+        except (ConfigError, InputError):
+            continue
+        except Exception as error:
+            error.add_note(json.dumps(row))
+            raise

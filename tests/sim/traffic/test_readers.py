@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvarts.base.errors import InputError
 from kvarts.sim.traffic.formats import load_trace
-from kvarts.sim.traffic.info import working_set_pages
+from kvarts.sim.traffic.info import distinct_pages
 from kvarts.sim.traffic.trace import Trace
 from kvarts.sim.traffic.trace_file import TraceFile
 
@@ -51,7 +51,7 @@ def used(trace: Trace) -> None:
     assert arrivals[0] == 0
     if sum(request.num_prompt_tokens + request.num_output_tokens for request in trace) < 100_000:
         num_tokens = sum(request.num_prompt_tokens + request.num_output_tokens for request in trace)
-        assert 0 <= (working_set_pages(trace, 16) or 0) <= num_tokens // 16
+        assert 0 <= (distinct_pages(trace, 16) or 0) <= num_tokens // 16
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -209,3 +209,25 @@ def test_records_are_the_lines_of_a_file_however_few(
     path.write_bytes(gzip.compress(data) if is_packed else data)
     found = [(line, record.decode().strip()) for line, record in TraceFile(path).records()]
     assert found == [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def test_a_directory_of_something_else_is_refused_by_the_beginnings_of_few_files(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"prompt": "once upon a time", "max_tokens": 3}')
+    for number in range(200):
+        (tmp_path / f"b{number:03}.json").write_text('{"price": 1}')
+    (tmp_path / "z.json").write_text("not JSON")
+    read: list[int] = []
+    with pytest.raises(
+        InputError, match=r"a\.json is of the form messages, .* 18 are not, such as .*b000\.json"
+    ) as caught:
+        load_trace(tmp_path, on_read=read.append)
+    assert caught.value.path == tmp_path and read == []
+
+
+def test_a_directory_may_have_a_few_other_files(tmp_path: Path) -> None:
+    text = form("gemini").read_text()
+    for name in ("chats/session-a.json", "chats/session-b.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "logs.json").write_text('[{"sessionId": "s", "message": "hi"}]')
+    assert load_trace(tmp_path).name == tmp_path.name

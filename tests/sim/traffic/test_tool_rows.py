@@ -127,6 +127,12 @@ def test_fields_that_a_tool_does_not_read_are_named() -> None:
     assert said[1:] == ["guidellm does not read priority, tenant: left out", "time counts from the first request"]
 
 
+def test_a_client_that_gives_up_at_once_is_named_as_in_the_trace() -> None:
+    request = TraceRequest(0, 0, pack_units([1]), 1, 1, cancel_after_ns=0)
+    for tool in ("aiperf", "guidellm", "dynamo"):
+        assert f"{tool} does not read cancel_after_ms: left out" in tool_lines(Trace([request]), tool)[1]
+
+
 def test_the_command_writes_rows_and_says_how_they_are_read(
     tmp_path: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ from kvarts.core.content import pack_units
 from kvarts.core.hints import Hints
 from kvarts.sim.traffic.editing import anonymized, merged, mooncake_lines, repeated, scaled, sliced, spread
 from kvarts.sim.traffic.formats import load_trace
-from kvarts.sim.traffic.info import working_set_pages
+from kvarts.sim.traffic.info import distinct_pages
 from kvarts.sim.traffic.mooncake import load_mooncake
 from kvarts.sim.traffic.trace import Trace, TraceRequest, spell
 
@@ -56,7 +56,7 @@ def test_tenants_are_kept_and_share_nothing(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({"timestamp": ms, "tenant": tenant, **row}) + "\n" for ms, tenant in rows))
     trace = load_mooncake(path)
     assert [request.tenant for request in trace] == [None, "a", "a", "7", None]
-    assert working_set_pages(trace, 512) == 3
+    assert distinct_pages(trace, 512) == 3
     again = tmp_path / "again.jsonl"
     again.write_bytes(b"".join(mooncake_lines(trace)))
     assert [request.tenant for request in load_mooncake(again)] == [None, "a", "a", "7", None]
@@ -93,15 +93,15 @@ def test_a_slice_of_nothing_is_refused() -> None:
 
 def test_traces_that_are_merged_share_nothing_unless_they_say_so() -> None:
     trace = load_mooncake(SAMPLE)
-    alone = working_set_pages(trace, 512)
+    alone = distinct_pages(trace, 512)
     assert alone is not None
     outputs = sum((r.num_prompt_tokens + r.num_output_tokens - 1) // 512 - r.num_prompt_tokens // 512 for r in trace)
-    assert working_set_pages(merged([trace, trace]), 512) == 2 * alone
-    assert working_set_pages(merged([trace, trace], same_ids=True), 512) == alone + outputs
+    assert distinct_pages(merged([trace, trace]), 512) == 2 * alone
+    assert distinct_pages(merged([trace, trace], same_ids=True), 512) == alone + outputs
     agents = load_trace(AGENTS)
-    alone = working_set_pages(agents, 64)
+    alone = distinct_pages(agents, 64)
     assert alone is not None
-    assert working_set_pages(repeated(agents, 3), 64) == 3 * alone
+    assert distinct_pages(repeated(agents, 3), 64) == 3 * alone
     with pytest.raises(ConfigError, match="tokens"):
         merged([trace, agents])
 
@@ -124,7 +124,7 @@ def test_rates_copies_and_beginnings() -> None:
 def test_an_anonymous_trace_shares_what_the_trace_did(tmp_path: Path) -> None:
     trace = load_trace(AGENTS)
     hidden = anonymized(trace)
-    assert working_set_pages(hidden, 64) == working_set_pages(trace, 64)
+    assert distinct_pages(hidden, 64) == distinct_pages(trace, 64)
     text = b"".join(mooncake_lines(hidden)).decode()
     assert not any(request.session_id and f'"{request.session_id}"' in text for request in trace)
     ids: list[int] = [name for line in text.splitlines() for name in json.loads(line)["hash_ids"]]

@@ -218,12 +218,6 @@ class RunAccount(PartCounts):
         num_moved = self.moved_bytes // self.block_bytes + self._num_checks * FEW_IDS
         return self._unchecked_ids.is_due(num_moved, self.blocks.total)
 
-    @property
-    def first(self) -> LruEntry | None:
-        """The first entry of the list; None if the list is empty."""
-        first = self.lru.newer
-        return None if first is self.lru else first
-
     def append(self, entry: LruEntry) -> None:
         """List `entry` as the youngest; the caller counts its parts."""
         lru = self.lru
@@ -371,7 +365,7 @@ class RunAccount(PartCounts):
         self._evicted = None
 
     def emit_gone(self, run: PartRun, start: int, end: int, *, is_dropped: bool) -> None:
-        """Emit that pages [start, end) of `run`, which is still findable, are evicted, the last one first."""
+        """Emit the event that pages [start, end) of `run`, which is still findable, are evicted, the last one first."""
         assert self.events is not None
         self.events.goes(run, start, end, is_dropped=is_dropped)
 
@@ -618,7 +612,7 @@ class RunEvents:
         self.emit(PartsGivenBack(content, start, end, group))
 
     def filled(self, content: Content, groups: Sequence[int], page: int) -> None:
-        """Emit that the parts of `page` of a decode, without copies, become findable in `groups`."""
+        """Emit the event that the parts of `page` of a decode, without copies, become findable in `groups`."""
         before = content if page else None
         for group in groups:
             self.emit(PagesStored(content, page, page + 1, before, self._medium, group))

@@ -151,6 +151,7 @@ class Memory(ABC):
 
     __slots__ = (
         "lender",
+        "mean_page_blocks",
         "num_evicted",
         "num_free",
         "num_promised",
@@ -165,7 +166,9 @@ class Memory(ABC):
         self.lender: Lender = NoLender()
         """Stores to a tier below."""
         self.page_blocks = page_blocks
-        """Blocks of a page with its parts in every group that keeps tokens: the need of a decode for its next page."""
+        """The most blocks that a decode needs for its next page, with its parts in every group that keeps tokens."""
+        self.mean_page_blocks = page_blocks
+        """The same blocks on average; fewer if the blocks of groups hold different numbers of tokens."""
         self.num_free = pool.num_empty
         """Blocks that can be taken now: empty or cached."""
         self.num_promised = 0
@@ -185,6 +188,10 @@ class Memory(ABC):
     @abstractmethod
     def num_used(self) -> int:
         """Blocks that a request references or a transfer holds."""
+
+    def begin_blocks(self, page: int) -> int:
+        """Return the blocks that a decode takes for the first token of `page`."""
+        return self.page_blocks
 
     @abstractmethod
     def look(self, mark: Mark) -> None:
@@ -312,6 +319,14 @@ class Cache(Memory):
         after a preemption."""
         self.most_certain_steps = (1 << 62) - 1
         """The number of steps of a leap in which it is certain beforehand that no request can be admitted."""
+
+    def unmoved(self, num_steps: int) -> PartsMoved | None:
+        """Return what a leap states of the parts of KV groups, if none moves in its steps; None without groups."""
+        return None
+
+    def held(self) -> list[tuple[BlockTable, int]]:
+        """Return what the cache itself keeps in use, as block tables with their numbers of pages."""
+        return []
 
     @abstractmethod
     def set_time(self, now_ns: int) -> None:
@@ -462,8 +477,8 @@ class FollowedDecodes(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def start(self, table: BlockTable, admission: int, *, is_settled: bool = True) -> None:
-        """Let a sequence compute one token per step from the next on; `admission`: its place in order.
+    def start(self, table: BlockTable, num_tokens: int, admission: int, *, is_settled: bool = True) -> None:
+        """Let a sequence of `num_tokens` tokens compute one per step from the next on; `admission`: its place in order.
 
         A sequence that is not settled releases nothing before `free_skipped` is called.
         """
@@ -574,17 +589,18 @@ class Incoming(ABC):
         """Return the blocks that must be free to hold these; `match` is on the device."""
 
     @abstractmethod
-    def to_admit(self, match: Match, found: Match, num_known: int, budget: int) -> int:
+    def to_admit(self, match: Match, found: Match, num_known: int, budget: int, num_kept: int = 0) -> int:
         """Return the blocks that must be free for a request that has `match` on the device, and more by a load.
 
-        `budget`: the most tokens that it may compute in the step that admits it.
+        `budget`: the most tokens that it may compute in the step that admits it. `num_kept`: blocks to leave free.
         """
 
     @abstractmethod
-    def to_go_on(self, table: BlockTable, num_known: int, budget: int) -> int:
+    def to_go_on(self, table: BlockTable, num_known: int, budget: int, num_planned: int = 0) -> int:
         """Return the blocks that must be free to compute the known tokens of a request whose load has ended.
 
         `budget`: the most tokens that it may compute in the next step; 0 to ask only for the most blocks at one time.
+        `num_planned`: those of its last tokens that are computed in the step being planned.
         """
 
     # Prompts that other engines compute.
@@ -616,18 +632,25 @@ class States:
     """States of sequences, where no group keeps them by page: sequences begin and chunks of prompts end anywhere.
 
     `aligns`: states are kept only where chunks end, so chunks of prompts end at pages. `defers`: `begin_step` must be
-    called, as no request can begin after a state that the same step computes. `renames`: as of GroupMemory.
+    called, as no request can begin after a state that the same step computes. `renames`, `saves_inside`: as of
+    GroupMemory.
     """
 
-    __slots__ = ("aligns", "defers", "renames")
+    __slots__ = ("aligns", "defers", "renames", "saves_inside")
 
-    def __init__(self, *, aligns: bool = False, defers: bool = False, renames: bool = True) -> None:
+    def __init__(
+        self, *, aligns: bool = False, defers: bool = False, renames: bool = True, saves_inside: bool = False
+    ) -> None:
         self.aligns = aligns
         self.defers = defers
         self.renames = renames
+        self.saves_inside = saves_inside
 
     def begin_step(self) -> None:
         """Begin a step: no state is computed in it yet."""
+
+    def begin(self, table: BlockTable, prefill_end: int) -> None:
+        """Begin a sequence that decodes after `prefill_end` tokens."""
 
     def note(self, content: Content, page: int) -> None:
         """Treat the state after the first `page` pages of `content` as one that the current step computes."""

@@ -33,6 +33,10 @@ step by step. No step lacks memory, so the leap is not cut. Had nothing been rel
 for 12 steps, and the leap would end there. Only the order of the list says which part is evicted, so it is enough to
 evict the sum at the end.
 
+With a lag of a step, as of plans that are made ahead, each of these releases is a step later: step 4 is the first after
+which page 0 is released. What the last chunk of a prompt attended to is released when its step has been read, so the
+first release of a decode may be an odd one in its first step. A page is named in the step after the one that fills it.
+
 If a reader receives events of parts, they are emitted step by step: which page is full in a step, and which page a
 window passes after it, follow from the slot. Then only regular releases whose parts are listed are streams; all others
 are odd. The pages of a decode that no other sequence can find are named later, several at once: when parts of them are
@@ -88,19 +92,23 @@ class Decodes:
     `given_bytes` are released by these and by streams whose parts become empty at once; `filling` contains the decodes
     that fill a page that others may find, and `emitting` those that fill any, if there are events. By group and slot:
     `num_listed` and `num_emptied` parts are released by such streams. `sparse`: by group, whether it retains some parts
-    only, none of decodes.
+    only, none of decodes. `lag`: 1 if the next step is planned while one runs; a page is then findable, and passed by a
+    window, a step later.
     """
 
     def __init__(
-        self, memory: GroupMemory, page_size: int, account: RunAccount, sparse: Sequence[bool] | None = None
+        self, memory: GroupMemory, page_size: int, account: RunAccount, sparse: Sequence[bool] = (), *, lag: int = 0
     ) -> None:
         groups = memory.groups
+        self._lag = lag
         self.page_size = page_size
         self.step = 0
         self.num_due = [0] * page_size
         self.num_decoding = 0
         self.listing: list[list[Stream]] = [[] for _ in range(page_size)]
         self.given_bytes = [0] * page_size
+        self._emptied_bytes = [0] * page_size
+        """Those of `given_bytes` that become empty at once."""
         self.num_listed = [[0] * page_size for _ in groups]
         self.num_emptied = [[0] * page_size for _ in groups]
         self.filling: list[list[RunTable]] = [[] for _ in range(page_size)]
@@ -125,7 +133,8 @@ class Decodes:
         """Whether a step must be planned in turns if it takes parts that are not empty, after some became empty."""
         self.num_silent = 0
         """The number of silent streams that continue."""
-        self._lags = [FirstSeen(group.layer, page_size).lag for group in groups]
+        self._lags = [FirstSeen(group.layer, page_size).lag + lag for group in groups]
+        """How many tokens the next one is beyond the first of which no page is released before its step."""
         self._is_chunk = [group.layer.kind == "chunk" for group in groups]
         self._lengths = [group.layer.span or 1 for group in groups]
         self._sinks = [-(-group.layer.sink // page_size) for group in groups]
@@ -147,7 +156,7 @@ class Decodes:
         self.num_due[-base % page_size] += 1
         if table.content.num_known_pages > table.num_named:
             self.num_filling += 1
-            insort(self.filling[(-1 - base) % page_size], table, key=_admission)
+            insort(self.filling[(self._lag - 1 - base) % page_size], table, key=_admission)
             table.fills_known = True
         if self._events is not None:
             insort(self.emitting[(-1 - base) % page_size], table, key=_admission)
@@ -163,7 +172,7 @@ class Decodes:
         page_size, base = self.page_size, table.base
         self.num_decoding -= 1
         self.num_due[-base % page_size] -= 1
-        filling = self.filling[(-1 - base) % page_size]
+        filling = self.filling[(self._lag - 1 - base) % page_size]
         if self.num_filling and table in filling:
             self.num_filling -= 1
             filling.remove(table)
@@ -199,14 +208,20 @@ class Decodes:
     def begin_group(self, table: RunTable, index: int) -> None:
         """Start the releases of a group with the next step, as a stream if they are regular."""
         step, base, length = self.step, table.base, self._lengths[index]
-        if self._is_chunk[index]:
-            self._expect(table, index, (base + step) // length * length + length - 1 - base)
-            return
         page_size, sink = self.page_size, self._sinks[index]
+        if self._is_chunk[index]:
+            position = base + step - self._lag
+            first = position // length * length
+            is_late = self._lag and self._is_late(table, index, first // page_size)
+            self._expect(table, index, step if is_late else first + length - 1 + self._lag - base)
+            return
         lag = self._lags[index]
         page = (base + step - lag) // page_size if base + step > lag else 0
         if page < sink:
             page = sink
+        if self._lag and self._is_late(table, index, page):
+            self._expect(table, index, step)
+            return
         first_step = self._last_step(table, index, page)
         if first_step - step >= page_size:
             self._expect(table, index, first_step)  # the window is not full yet
@@ -244,9 +259,18 @@ class Decodes:
                 self.num_listed[index][slot] += 1
             else:
                 self.num_emptied[index][slot] += 1
+                self._emptied_bytes[slot] += self._account.part_bytes[index]
         if is_silent or not is_whole or (keeps and not self._keeps[index]):
             # Pages from there on are released in another way: generated parts are not kept, for example.
             self._expect(table, index, self._last_step(table, index, end - 1))
+
+    def _is_late(self, table: RunTable, index: int, page: int) -> bool:
+        """Return whether a group has parts before `page` after its sink: those of a chunk that was just computed."""
+        sink = self._sinks[index]
+        for run in table.held[index]:
+            if run.end > sink:
+                return max(run.start, sink) < page
+        return max(table.first_open[index], sink) < page
 
     def _is_passed_later(self, run: PartRun, table: RunTable) -> bool | None:
         """Return whether another decode certainly passes the pages of `run` later than `table`; None if one may.
@@ -257,7 +281,10 @@ class Decodes:
         for other in run.holders:
             if other is table:
                 continue
-            is_settled = other.streams[index] is not None or other.odd_steps[index] >= 0
+            odd_step = other.odd_steps[index]
+            is_settled = other.streams[index] is not None or odd_step >= 0
+            if self._lag and odd_step == self.step:
+                is_settled = False  # its last chunk may have been computed in the step before
             if not (other.is_decoding and is_settled) or other.base == base:
                 is_certain = False
             elif other.base < base:
@@ -291,6 +318,7 @@ class Decodes:
             self.num_listed[index][slot] -= 1
         else:
             self.num_emptied[index][slot] -= 1
+            self._emptied_bytes[slot] -= self._account.part_bytes[index]
         stream.last = stream.high
         stream.set_gate()
 
@@ -308,7 +336,7 @@ class Decodes:
 
     def _last_step(self, table: RunTable, index: int, page: int) -> int:
         """Return the step with the last token that attends to `page`, in a group with windows."""
-        return (page + 1) * self.page_size + self._lengths[index] - 2 - table.base
+        return (page + 1) * self.page_size + self._lengths[index] - 2 + self._lag - table.base
 
     def _expect(self, table: RunTable, index: int, step: int) -> None:
         table.odd_steps[index] = step
@@ -355,10 +383,16 @@ class Decodes:
     def fill_pages(self, first: int = -1, end: int = NEVER) -> None:
         """Make the pages findable that decodes fill in this step and that others may find.
 
-        With events, emit those of all pages that decodes fill, of the admissions from `first` up to `end`.
+        With events, emit those of all pages that decodes fill, of the admissions from `first` up to `end`. With a lag,
+        publish those that decodes of these admissions have filled in the last step.
         """
         events, account, slot = self._events, self._account, self.step % self.page_size
         if events is None:
+            if self._lag:
+                for table in self.filling[slot]:
+                    if first <= table.admission < end:
+                        account.publish_to(table, (table.base + self.step) // self.page_size)
+                return
             for table in self.filling[slot] if first < 0 else ():
                 account.publish_to(table, (table.base + self.step + 1) // self.page_size)
             return
@@ -402,7 +436,7 @@ class Decodes:
                 if place > start:
                     self._list(listing[start:place])
                 self._account.name_emitted(table)
-                self._account.free_skipped_in(table, index, table.base + self.step + 1)
+                self._account.free_skipped_in(table, index, table.base + self.step + 1 - self._lag)
             if place < len(listing):
                 self._list(listing[place:])
         if self.given_bytes[slot]:
@@ -613,10 +647,10 @@ class Decodes:
 
     def _num_in_order(self, slot: int, num_steps: int) -> int:
         """Return how many of `num_steps` steps pass before one that takes parts which are not empty before releases."""
-        page_bytes, part_bytes = self._account.page_bytes, self._account.part_bytes
+        page_bytes = self._account.page_bytes
         empty_bytes = self._account.empty_bytes - self.num_due[slot] * page_bytes
         for step in range(1, num_steps):
-            emptied_bytes = sum([self.num_emptied[index][slot] * part_bytes[index] for index in self.bounded])
+            emptied_bytes = self._emptied_bytes[slot]
             slot = slot + 1 if slot + 1 < self.page_size else 0
             taken_bytes = self.num_due[slot] * page_bytes
             if emptied_bytes and taken_bytes > max(0, empty_bytes):

@@ -7,10 +7,11 @@ runs that nothing references. A run is listed by `released` and unlisted by `pin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol, cast
 
 from mypy_extensions import mypyc_attr
 
+from kvarts.base.user_code import added_state, set_state
 from kvarts.core.content import NOTHING, Content, PageKey
 from kvarts.core.hints import Hints
 from kvarts.core.kv.pool import PageId
@@ -25,6 +26,7 @@ __all__ = [
     "PinnedPages",
     "Run",
     "TreeWatcher",
+    "as_list",
     "noter_of",
     "pages_seen_by",
     "ranges_read_by",
@@ -256,6 +258,11 @@ def pages_seen_by(order: EvictionOrder) -> bool:
     return bool(vars(type(order)).get("sees_pages", False))
 
 
+def as_list(order: EvictionOrder) -> LruOrder | None:
+    """Return `order` if its class itself lists runs in a ring, where `after` and `before` are the whole order."""
+    return cast("LruOrder", order) if vars(type(order)).get("is_ring", False) else None
+
+
 def ranges_read_by(order: EvictionOrder | None) -> bool:
     """Return `order.reads_ranges`; False if the order lacks that attribute."""
     return bool(getattr(order, "reads_ranges", False))
@@ -264,6 +271,14 @@ def ranges_read_by(order: EvictionOrder | None) -> bool:
 @mypyc_attr(allow_interpreted_subclasses=True)
 class BaseOrder:
     """A base class of orders: a subclass defines at least `released`, `removed`, `split` and the iteration."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes of a subclass, for copies."""
+        return added_state(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the attributes of a copy."""
+        set_state(self, state)
 
     def __iter__(self) -> Iterator[Run]:
         """Iterate over all listed runs, the next to be evicted first."""
@@ -313,11 +328,21 @@ class LruOrder:
     __slots__ = ("_ring",)
     links_pages: ClassVar[bool] = True
     sees_pages: ClassVar[bool] = True
+    is_ring: ClassVar[bool] = True
 
     def __init__(self) -> None:
         # One sentinel closes the list to a ring: its `newer` is the oldest run, its `older` the youngest.
         self._ring = Node(NOTHING, b"", 0, 0, 0, None)
         self._ring.older = self._ring.newer = self._ring
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a subclass adds: a copy lists no runs, which belong to one cache."""
+        return added_state(self, ("_ring",))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the attributes of a copy, which lists no runs."""
+        LruOrder.__init__(self)
+        set_state(self, state)
 
     def __iter__(self) -> Iterator[Node]:
         """Iterate over all listed runs, the least recently released first."""
@@ -325,6 +350,15 @@ class LruOrder:
         while node is not self._ring:
             yield node
             node = node.newer
+
+    def after(self, node: Node | None) -> Node | None:
+        """Return the listed run that was released right after `node`; None: the first, or after the last."""
+        newer = (self._ring if node is None else node).newer
+        return None if newer is self._ring else newer
+
+    def before(self, node: Node) -> Node | None:
+        """Return the run that was listed right before `node`; None before the first. `node` may just have left."""
+        return None if node.older is self._ring else node.older
 
     # Linking and unlinking are inlined: this runs for every request.
 

@@ -60,44 +60,56 @@ class GroupNeeds:
     def __init__(self, memory: GroupMemory, *, page_size: int, most_new: int, most_kept: int | None = None) -> None:
         self._page_size = page_size
         self._aligns = memory.aligns
+        self._memory = memory
         self.most_new = most_new
         self._groups = [(group, group.part_bytes // memory.block_bytes) for group in memory.groups]
         self._whole_blocks = sum(blocks for group, blocks in self._groups if group.layer.kind in ("full", "latent"))
         self._keeps_all = [not (group.is_state or group.is_bounded) for group, _ in self._groups]
+        self._is_state = [group.is_state for group, _ in self._groups]
+        self._first_seen = [FirstSeen(group.layer, page_size) for group, _ in self._groups]
+        self._sinks = [self._num_sink(group.layer) for group, _ in self._groups]
         bounded = [(group.layer, blocks) for group, blocks in self._groups if group.is_bounded]
-        self._new_caps = [1 if memory.aligns and layer.kind == "state" else FAR for layer, _ in bounded]
-        self._caps = [(self._cap(layer, most_kept), blocks) for layer, blocks in bounded]
+        most_new_states = 1 + memory.saves_inside
+        self._new_caps = [most_new_states if memory.aligns and layer.kind == "state" else FAR for layer, _ in bounded]
+        self._caps = [(self._cap(group, most_kept), blocks) for group, blocks in self._groups if group.is_bounded]
         # Chunks that begin inside a page may reach into one page more, which vLLM's cap does not count.
         self._most = [
-            (self._cap(layer, most_kept) + (layer.kind == "chunk" and (layer.span or 1) % page_size > 0), blocks)
-            for layer, blocks in bounded
+            (cap + (layer.kind == "chunk" and (layer.span or 1) % page_size > 0), blocks)
+            for (layer, _), (cap, blocks) in zip(bounded, self._caps, strict=True)
         ]
         if memory.aligns:
             # The state before a chunk or two, and the one after it.
-            most = 2 if most_kept is None or most_kept == most_new else 3
+            most = (2 if most_kept is None or most_kept == most_new else 3) + memory.saves_inside
             self._most = [
                 (most if layer.kind == "state" else cap, blocks)
                 for (layer, _), (cap, blocks) in zip(bounded, self._most, strict=True)
             ]
         self._less_in_chunk = sum(blocks for layer, blocks in bounded if memory.aligns and layer.kind == "state")
         self._state_blocks = sum(blocks for group, blocks in self._groups if group.is_state)
-        self.page_blocks = sum(blocks for group, blocks in self._groups if not group.is_state)
-        """The blocks that a decode takes for the first token of a page."""
+        self.page_blocks = sum(blocks * group.block_pages for group, blocks in self._groups if not group.is_state)
+        """The most blocks that a decode takes for the first token of a page."""
+        self.mean_page_blocks = sum(blocks for group, blocks in self._groups if not group.is_state)
+        """The blocks that it takes on average."""
 
-    def _cap(self, layer: KvLayer, most_kept: int | None = None) -> int:
+    def _cap(self, group: PartGroup, most_kept: int | None = None) -> int:
         """Return the most pages of a window or a chunk, as vLLM counts them, and those of the sink.
 
         States that are kept by page have no cap.
         """
+        layer, pages = group.layer, group.block_pages
         if layer.kind == "state":
             return FAR
         most, span = self.most_new if most_kept is None else most_kept, layer.span or 1
         if layer.kind == "chunk":
             return -(-(span + most) // self._page_size)
-        return -(-(span - 1 + most) // self._page_size) + 1 + self._num_sink(layer)
+        return (-(-(span - 1 + most) // (self._page_size * pages)) + 1) * pages + self._num_sink(layer)
 
     def _num_sink(self, layer: KvLayer) -> int:
         return -(-layer.sink // self._page_size)
+
+    def of_page(self, page: int) -> int:
+        """Return the blocks that a decode takes for the first token of `page`."""
+        return self.page_blocks
 
     def at_most_whole(self, num_tokens: int) -> int:
         """Return an upper bound of all the others for a request of `num_tokens` tokens; fast to compute."""
@@ -136,18 +148,21 @@ class GroupNeeds:
         """Return the same for a request with this prompt and output, whose last token is never computed."""
         return self.at_most(max(1, num_prompt_tokens + max_tokens - 1))
 
-    def to_admit(self, start: int, num_known: int, end: int, found: Held, enough: int = -1) -> int:
+    def to_admit(
+        self, start: int, num_known: int, end: int, found: Held, enough: int = -1, *, prefill_end: int = 0
+    ) -> int:
         """Return the blocks that must be free for a request whose match has `start` of its `num_known` tokens.
 
-        `end`: the number of computed tokens when its first step ends. The rule is vLLM's: in each group the most pages
-        that a request holds, minus all pages of the match, even those that its window has passed; or the pages of the
-        first step, if they are more. The parts of `found` that are not held are counted as well: they are free until
-        the request holds them. If `enough` blocks certainly suffice, the result may be larger.
+        `end`: the number of computed tokens when its first step ends; `prefill_end`: when its prefill ends. The rule is
+        vLLM's: in each group the most pages that a request holds, minus all pages of the match, even those that its
+        window has passed; or the pages of the first step, if they are more. The parts of `found` that are not held are
+        counted as well: they are free until the request holds them. If `enough` blocks certainly suffice, the result
+        may be larger.
         """
         most = self.at_most_whole(num_known)
         if most <= enough:
             return most
-        in_all, in_step = self._beside_found(start, num_known, end)
+        in_all, in_step = self._beside_found(start, num_known, end, prefill_end)
         most = max(in_all, in_step)
         if start:
             most += self._idle(start, found, of_whole=True) + self._idle(start, found, of_whole=False)
@@ -165,18 +180,24 @@ class GroupNeeds:
         end: int,
         loads: tuple[list[int], list[int], list[int]],
         found: Held,
+        *,
+        prefill_end: int = 0,
+        num_kept: int = 0,
     ) -> int:
         """Return what `to_admit` does for a request that gets the tokens [start, loaded) by a load.
 
         `loads`: by group, the numbers of parts to load, of parts of the device without a holder, and of parts of the
         device after `start`. Pages that a window has passed before the end of the load count as pages of the match.
-        `found`: the match. Where states are kept at the ends of chunks, vLLM does not count the state of the load and
-        that of the chunk after it as two; here both have to be free.
+        `found`: the match. `num_kept`: blocks to leave free, included. Where states are kept at the ends of chunks,
+        vLLM does not count the state of the load and that of the chunk after it as two; here both have to be free, of
+        the blocks to leave free if need be.
         """
         missing, idle, beyond = loads
         num_hit, num_pages = start // self._page_size, -(-num_known // self._page_size)
-        num_new = -(-end // self._page_size) - loaded // self._page_size
-        in_all, in_step, place = self._state_blocks, self._state_blocks, 0
+        num_loaded = loaded // self._page_size
+        num_new = -(-end // self._page_size) - num_loaded
+        num_states = self._memory.num_states(num_new, end, prefill_end)
+        in_all, in_step, num_uncounted, place = self._state_blocks, self._state_blocks, 0, 0
         for index, (group, part_blocks) in enumerate(self._groups):
             if group.is_state:
                 in_all += part_blocks * missing[index]
@@ -187,14 +208,16 @@ class GroupNeeds:
                 most, new_cap = min(num_pages, self._caps[place][0]), self._new_caps[place]
                 place += 1
                 if new_cap < FAR:
+                    new_cap = min(new_cap, max(1, num_pages - num_loaded))  # a state inside a chunk is after the load
                     num_counted = min(new_cap, max(0, most - num_hit)) + self._passed_state(index, start, found)
                     in_all += part_blocks * num_counted
-                    in_step += part_blocks * max(num_counted, missing[index] + min(new_cap, num_new))
+                    in_step += part_blocks * num_counted
+                    num_uncounted += part_blocks * (missing[index] + min(num_states, num_new) - num_counted)
                     continue
                 num_passed = max(num_hit, group.layer.first_seen(loaded) // self._page_size)
             in_all += part_blocks * max(0, most - num_passed - beyond[index])
             in_step += part_blocks * (missing[index] + num_new)
-        return max(in_all, in_step) + self.to_load([0] * len(idle), idle)
+        return max(max(in_all, in_step) + num_kept, in_step + num_uncounted) + self.to_load([0] * len(idle), idle)
 
     def passed_states(self, start: int, found: Held) -> int:
         """Return the blocks of the states of a match that a load passes, if nothing holds them.
@@ -211,18 +234,24 @@ class GroupNeeds:
         """Return whether nothing holds the state that a match of `start` tokens has in a group, as a number."""
         return 1 - found.num_shared(index, start // self._page_size - 1) if start else 0
 
-    def to_go_on(self, num_taken: int, num_known: int, end: int, num_states: int) -> int:
-        """Return the blocks for the tokens after `num_taken` pages of a request; a step computes up to `end`.
+    def to_go_on(
+        self, num_taken: int, num_known: int, start: int, end: int, state_blocks: int, *, prefill_end: int = 0
+    ) -> int:
+        """Return the blocks for the tokens after `num_taken` pages of a request; a step computes [start, end).
 
-        The rule is vLLM's, as of `to_admit`. `num_states`: the blocks of its own states, if it lacks them.
+        The rule is vLLM's, as of `to_admit`. `state_blocks`: those of its own states, if it lacks them.
         """
         num_pages = -(-num_known // self._page_size)
         in_all = self._whole_blocks * (num_pages - num_taken)
+        # No state is saved inside a chunk that begins inside a page.
+        most_states = 1 if start % self._page_size else FAR
         for (cap, part_blocks), new_cap in zip(self._caps, self._new_caps, strict=True):
-            in_all += part_blocks * min(new_cap, max(0, min(num_pages, cap) - num_taken))
+            most_new = new_cap if new_cap == FAR else min(new_cap, most_states)
+            in_all += part_blocks * min(most_new, max(0, min(num_pages, cap) - num_taken))
         num_new = -(-end // self._page_size) - num_taken
-        in_step = self.page_blocks * num_new - self._less_in_chunk * max(0, num_new - 1)
-        return num_states + max(in_all, in_step)
+        num_states = self._memory.num_states(num_new, end, prefill_end)
+        in_step = self.page_blocks * num_new - self._less_in_chunk * max(0, num_new - num_states)
+        return state_blocks + max(in_all, in_step)
 
     def front(self, held: Sequence[int], num_pages: int) -> int:
         """Return the most blocks of windows and chunks that a request holds which computes `num_pages` pages.
@@ -269,19 +298,19 @@ class GroupNeeds:
         first_page = group.layer.first_seen(num_tokens - 1) // self._page_size
         return min(self._num_sink(group.layer), first_page), first_page
 
-    def least_to_admit(self, start: int, num_known: int, end: int, found: Held) -> int:
+    def least_to_admit(self, start: int, num_known: int, end: int, found: Held, *, prefill_end: int = 0) -> int:
         """Return a lower bound of `to_admit` that stays valid if parts of `found` are evicted.
 
         A request that finds less may have no idle parts of windows to hold; and it may find a copy that others hold.
         """
-        in_all, in_step = self._beside_found(start, num_known, end)
+        in_all, in_step = self._beside_found(start, num_known, end, prefill_end)
         idle = self._idle(start, found, of_whole=True)
         for index, (group, part_blocks) in enumerate(self._groups if idle else ()):
             if not (group.is_state or group.is_bounded):
                 idle -= part_blocks * found.num_with_held_copy(index)
         return max(in_all + idle, in_step)
 
-    def _beside_found(self, start: int, num_known: int, end: int) -> tuple[int, int]:
+    def _beside_found(self, start: int, num_known: int, end: int, prefill_end: int) -> tuple[int, int]:
         """Return the blocks needed in addition to a match: the most at one time, and those of the first step."""
         num_hit = start // self._page_size
         num_pages = -(-num_known // self._page_size)
@@ -289,22 +318,28 @@ class GroupNeeds:
         for (cap, part_blocks), new_cap in zip(self._caps, self._new_caps, strict=True):
             in_all += part_blocks * min(max(0, min(num_pages, cap) - num_hit), new_cap)
         num_new = -(-end // self._page_size) - num_hit
-        in_step = self.page_blocks * num_new - self._less_in_chunk * max(0, num_new - 1)
+        in_step = self.page_blocks * num_new
+        if self._less_in_chunk:
+            num_states = self._memory.num_states(num_new, end, prefill_end)
+            in_step -= self._less_in_chunk * max(0, num_new - num_states)
         return self._state_blocks + in_all, self._state_blocks + in_step
 
     def _idle(self, start: int, found: Held, *, of_whole: bool) -> int:
         """Return the blocks of a match that are not held, in groups that keep all tokens or in the others."""
         blocks = 0
-        for index, (group, part_blocks) in enumerate(self._groups if start else ()):
+        if not start:
+            return 0
+        num_hit = start // self._page_size
+        for index, (_, part_blocks) in enumerate(self._groups):
             if of_whole is not self._keeps_all[index]:
                 continue
             if of_whole:
-                blocks += part_blocks * (start // self._page_size - found.num_shared(index, 0))
+                blocks += part_blocks * (num_hit - found.num_shared(index, 0))
                 continue
-            if group.is_state:
+            if self._is_state[index]:
                 blocks += part_blocks * found.num_idle(index)
                 continue
-            first_page = group.layer.first_seen(start) // self._page_size
-            num_found = start // self._page_size - first_page + min(self._num_sink(group.layer), first_page)
+            first_page, sink = self._first_seen[index].page(start), self._sinks[index]
+            num_found = num_hit - first_page + (sink if sink < first_page else first_page)
             blocks += part_blocks * (num_found - found.num_shared(index, first_page))
         return blocks

@@ -17,6 +17,7 @@ from kvarts.core.content import NOTHING, Content
 from kvarts.core.event_log import Emit
 from kvarts.core.events import PartsMoved
 from kvarts.core.kv.account import MOST_UNCHECKED, RunEvents, Unchecked
+from kvarts.core.kv.block_sizes import SizedParts, needs_of
 from kvarts.core.kv.cache import (
     BlockTable,
     Cache,
@@ -29,7 +30,7 @@ from kvarts.core.kv.cache import (
     States,
 )
 from kvarts.core.kv.eviction import EvictionOrder, PinnedPages
-from kvarts.core.kv.group_needs import GroupNeeds, Held
+from kvarts.core.kv.group_needs import Held
 from kvarts.core.kv.groups import GroupMemory
 from kvarts.core.kv.pool import CountPool, IdPool, PageError, PageId
 from kvarts.core.kv.run_cache import RunCache
@@ -111,7 +112,7 @@ class GroupPages(Cache):
     examines the parts that are evicted next, so the cache follows no decodes. `eviction_order`: chooses the next run to
     evict, and is notified of each release, so the cache follows no decodes either; without it, the least recently
     released run is evicted next. `at_branches`: as of RunCache. `plans_ahead`: decodes release and publish a step
-    later, so it follows none.
+    later; with `emit` or a tier below, it follows none.
     """
 
     __slots__ = (
@@ -144,8 +145,11 @@ class GroupPages(Cache):
         ids = IdPool(num_blocks) if with_ids else None
         pool = CountPool(num_blocks) if ids is None else ids
         most_kept = 2 * most_new_tokens if plans_ahead else most_new_tokens
-        self.group_needs = GroupNeeds(memory, page_size=page_size, most_new=most_new_tokens, most_kept=most_kept)
+        has_sizes = memory.hit_pages > 1
+        make_parts = SizedParts if has_sizes else RunCache
+        self.group_needs = needs_of(memory, page_size=page_size, most_new=most_new_tokens, most_kept=most_kept)
         super().__init__(pool, page_blocks=self.group_needs.page_blocks)
+        self.mean_page_blocks = self.group_needs.mean_page_blocks
         self.memory = memory
         self.block_bytes = memory.block_bytes
         self.page_size = page_size
@@ -153,7 +157,7 @@ class GroupPages(Cache):
         self.releases = any(group.is_bounded or group.is_state for group in memory.groups)
         self._part_tables = memory.part_tables
         self._unchecked = Unchecked()
-        self.parts = RunCache(
+        self.parts = make_parts(
             memory.in_blocks(),
             page_size=page_size,
             total_bytes=num_blocks,
@@ -162,21 +166,27 @@ class GroupPages(Cache):
             num_below=num_below,
             eviction_order=eviction_order,
             at_branches=at_branches,
+            lag=int(plans_ahead),
         )
-        self.orders_releases = any(self.parts.sparse)
+        self.orders_releases = any(self.parts.empties_open)
         self.match = self.parts.match
         self.needs = PartNeeds(self)
         self.incoming = IncomingParts(self)
         self.states = StatesByPage(
-            self.parts, aligns=memory.aligns, defers=memory.has_states_by_page, renames=memory.renames_states
+            self.parts,
+            aligns=memory.aligns,
+            defers=memory.has_states_by_page,
+            renames=memory.renames_states,
+            saves_inside=memory.saves_inside,
         )
         self._num_given = 0
         """Total of blocks returned by `give` since the beginning."""
         self.keeps_time = self.parts.note_request is not None
         is_watched = watches_list or eviction_order is not None
         is_named = emit is not None and (not leaps_emitted or num_below > 0 or memory.has_states_by_page)
+        is_named = is_named or (plans_ahead and (emit is not None or num_below > 0))
         is_periodic = bool(memory.retention_interval)  # parts of decodes are retained
-        self.names_decodes = with_ids or is_named or is_watched or plans_ahead or is_periodic
+        self.names_decodes = with_ids or is_named or is_watched or is_periodic or has_sizes
         self.publishes_all = self.names_decodes or emit is not None
         if not self.names_decodes:
             self.decodes = DecodesInGroups(self)
@@ -193,6 +203,10 @@ class GroupPages(Cache):
         """Blocks of parts that requests hold."""
         parts = self.parts
         return parts.total_bytes - parts.empty_bytes - parts.cached_bytes
+
+    def unmoved(self, num_steps: int) -> PartsMoved:
+        """Return what a leap states of the parts of its groups, if none moves in its steps."""
+        return PartsMoved([[0] * num_steps for _ in self.parts.decodes.bounded], [], [])
 
     def set_time(self, now_ns: int) -> None:
         """Set the time of what is opened and closed from now on."""
@@ -224,6 +238,10 @@ class GroupPages(Cache):
     def reach(self, content: Content, limit: int) -> tuple[int, ...]:
         """Return, per group, the longest prefix of at most `limit` full pages that it alone could resume from."""
         return self.parts.tree.reach(content, limit)
+
+    def begin_blocks(self, page: int) -> int:
+        """Return the blocks that a decode takes for the first token of `page`."""
+        return self.group_needs.of_page(page)
 
     # Sequences ------------------------------------------------------------------------------------------
 
@@ -466,15 +484,20 @@ class PartNeeds(Needs):
         num_wanted = self._rules.at_most_whole(num_known)
         if num_wanted <= num_certain:  # as `to_admit` does: this runs for every request
             return num_kept + num_wanted
-        start = match.num_pages * self._page_size
-        end = min(num_known, start + budget)
-        return num_kept + self._rules.to_admit(start, num_known, end, self._cache.held_by_others(match), num_certain)
+        start, end, prefill_end = self._first_step(match, num_known, budget)
+        held = self._cache.held_by_others(match)
+        return num_kept + self._rules.to_admit(start, num_known, end, held, num_certain, prefill_end=prefill_end)
 
     def least_to_admit(self, match: Match, num_known: int, budget: int) -> int:
         """Return a lower bound of `to_admit` that stays valid if parts of `match` are evicted."""
+        start, end, prefill_end = self._first_step(match, num_known, budget)
+        held = self._cache.held_by_others(match)
+        return self._rules.least_to_admit(start, num_known, end, held, prefill_end=prefill_end)
+
+    def _first_step(self, match: Match, num_known: int, budget: int) -> tuple[int, int, int]:
+        """Return the tokens before the first step of a request with `match`, after it, and after its prefill."""
         start = match.num_pages * self._page_size
-        end = min(num_known, start + budget)
-        return self._rules.least_to_admit(start, num_known, end, self._cache.held_by_others(match))
+        return start, min(num_known, start + budget), max(match.content.num_prompt_tokens, num_known - 1)
 
     def watch(self) -> None:
         """Observe nothing."""
@@ -534,9 +557,11 @@ class DecodesInGroups(FollowedDecodes):
         self._cache = cache
         self._parts = cache.parts
 
-    def start(self, table: BlockTable, admission: int, *, is_settled: bool = True) -> None:
+    def start(self, table: BlockTable, num_tokens: int, admission: int, *, is_settled: bool = True) -> None:
         """Let a sequence compute one token per step from the next on."""
-        self._parts.decodes.start(cast(GroupTable, table).parts, admission, is_settled=is_settled)
+        parts = cast(GroupTable, table).parts
+        parts.num_tokens = num_tokens  # a decode that was stalled may have computed one since it published
+        self._parts.decodes.start(parts, admission, is_settled=is_settled)
 
     def publish_due(self, first: int, end: int) -> None:
         """Make the pages findable that decodes fill in this step, by Decodes.fill_pages."""
@@ -583,8 +608,10 @@ class IncomingParts(Incoming):
         return table
 
     def publish_loaded(self, table: BlockTable, num_pages: int) -> None:
-        """Make the parts of the first `num_pages` pages findable."""
-        self._parts.arrive(cast(GroupTable, table).parts, [num_pages] * len(self._cache.memory.groups))
+        """Make the parts of the first `num_pages` pages findable; the state after them is of this step, as in vLLM."""
+        parts = cast(GroupTable, table).parts
+        self._parts.arrive(parts, [num_pages] * len(self._cache.memory.groups))
+        self._parts.note_arrived(parts, num_pages)
         self._cache.count()
 
     def to_reserve(self, found: Match, num_known: int) -> int:
@@ -617,10 +644,14 @@ class IncomingParts(Incoming):
     def open_reserved(self, match: Match, found: Match, num_known: int, num_front: int) -> GroupTable:
         """Hold the device's parts of `found`, take parts for the rest, and promise the others that are wanted."""
         of_load = cast(RunMatch, found)
-        if not num_front:
-            return self.open_offered(match.content, of_load, self.to_reserve(found, num_known))
-        num_reserved = self.held_reserved(match, found, num_known, num_front)
-        return self.open_with_front(match, of_load, match.num_pages + num_front, num_reserved)
+        if num_front:
+            num_reserved = self.held_reserved(match, found, num_known, num_front)
+            table = self.open_with_front(match, of_load, match.num_pages + num_front, num_reserved)
+        else:
+            table = self.open_offered(match.content, of_load, self.to_reserve(found, num_known))
+        if self._cache.memory.retention_interval is not None:
+            table.loading.branch = cast(RunMatch, match).branch * self._page_size
+        return table
 
     def open_offered(self, content: Content, found: RunMatch, num_wanted: int) -> GroupTable:
         """Hold the device's parts of `found`, take parts for the rest, and promise the others of `num_wanted` blocks.
@@ -705,19 +736,24 @@ class IncomingParts(Incoming):
             num_blocks += self._rules.passed_states(start, self._cache.held_by_others(match))
         return num_blocks
 
-    def to_admit(self, match: Match, found: Match, num_known: int, budget: int) -> int:
+    def to_admit(self, match: Match, found: Match, num_known: int, budget: int, num_kept: int = 0) -> int:
         """Return the blocks by GroupNeeds.to_admit_loaded."""
         start, loaded = match.num_pages * self._page_size, found.num_pages * self._page_size
         end = min(num_known, loaded + budget)
         counts = self._counts_of(found, match.num_pages)
-        held = self._cache.held_by_others(match)
-        return self._rules.to_admit_loaded(start, loaded, num_known, end, counts, held)
+        held, prefill_end = self._cache.held_by_others(match), max(match.content.num_prompt_tokens, num_known - 1)
+        return self._rules.to_admit_loaded(
+            start, loaded, num_known, end, counts, held, prefill_end=prefill_end, num_kept=num_kept
+        )
 
-    def to_go_on(self, table: BlockTable, num_known: int, budget: int) -> int:
+    def to_go_on(self, table: BlockTable, num_known: int, budget: int, num_planned: int = 0) -> int:
         """Return the blocks by GroupNeeds.to_go_on."""
         parts = cast(GroupTable, table).parts
-        end = min(num_known, parts.num_tokens + budget)
-        return self._rules.to_go_on(parts.num_taken, num_known, end, self._parts.missing_state_bytes(parts))
+        start, state_blocks = parts.num_tokens, self._parts.missing_state_bytes(parts)
+        end, prefill_end = min(num_known, start + budget), parts.prefill_end
+        return self._rules.to_go_on(
+            parts.num_taken, num_known, start - num_planned, end, state_blocks, prefill_end=prefill_end
+        )
 
     def _counts_of(self, found: Match, num_hit: int) -> tuple[list[int], list[int], list[int]]:
         """Return, by group, the numbers of parts of `found`: to load, without a holder, and resident after a hit."""
@@ -765,8 +801,8 @@ class StatesByPage(States):
 
     __slots__ = ("_parts",)
 
-    def __init__(self, parts: RunCache, *, aligns: bool, defers: bool, renames: bool) -> None:
-        super().__init__(aligns=aligns, defers=defers, renames=renames)
+    def __init__(self, parts: RunCache, *, aligns: bool, defers: bool, renames: bool, saves_inside: bool) -> None:
+        super().__init__(aligns=aligns, defers=defers, renames=renames, saves_inside=saves_inside)
         self._parts = parts
 
     def begin_step(self) -> None:
@@ -780,6 +816,10 @@ class StatesByPage(States):
     def is_of_step(self, match: Match) -> bool:
         """Return whether the current step computes the state after `match`, or a copy of it."""
         return self._parts.is_of_step(cast(RunMatch, match))
+
+    def begin(self, table: BlockTable, prefill_end: int) -> None:
+        """Begin a sequence that decodes after `prefill_end` tokens."""
+        cast(GroupTable, table).parts.prefill_end = prefill_end
 
     def branch_of(self, match: Match) -> int:
         """Return the tokens up to which groups that keep all tokens have its content, if that is more than `match`."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from math import gcd
+from math import gcd, lcm
 from typing import Any, Literal, Protocol, get_args
 
 import msgspec
@@ -54,6 +54,9 @@ class PartGroup(msgspec.Struct, frozen=True):
     """A KV group as a cache accounts for it.
 
     `layer`: the retention of its layers; `part_bytes`: the bytes of a page, or of a state, in all `num_layers` of them.
+    The first stage of a pipeline may have none of a group's layers.
+    `block_pages`: the pages that are taken and released at once, since blocks of other groups hold fewer tokens.
+    `is_latent`: windows of latent KV (MLA), which vLLM names apart.
 
     Raises ConfigError for layers that keep nothing themselves, and for parts without bytes.
     """
@@ -61,10 +64,12 @@ class PartGroup(msgspec.Struct, frozen=True):
     layer: KvLayer
     part_bytes: int
     num_layers: int = 1
+    block_pages: int = 1
+    is_latent: bool = False
 
     def __post_init__(self) -> None:
         check_whole(self.part_bytes, "part_bytes", most=MOST_BYTES)
-        check_whole(self.num_layers, "num_layers", most=MOST_LAYERS)
+        check_whole(self.num_layers, "num_layers", least=0, most=MOST_LAYERS)
         if not (self.layer.keeps_tokens or self.layer.kind == "state"):
             raise ConfigError(f"{self.layer.kind} keeps nothing", field="layer")
 
@@ -92,8 +97,9 @@ class GroupMemory(msgspec.Struct, frozen=True):
     only for the last page of each chunk. `retention_interval`: vLLM's, in tokens, a multiple of the page size: windows
     and states retain parts only where prompts end or part, and each so many tokens (kvarts.core.kv.retention); None:
     all. `renames_states`: a step that begins at the last page end of a prompt names the state there again, as vLLM 0.32
-    does and 0.33 does not, so that no other request begins after it in this step. Raises ConfigError if no group keeps
-    tokens, and for a divisor that leaves no whole blocks.
+    does and 0.33 does not, so that no other request begins after it in this step. `saves_inside`: a chunk also keeps
+    the state before its last page, which the model saves while it computes the chunk. Raises ConfigError if no group
+    keeps tokens, and for a divisor that leaves no whole blocks.
     """
 
     groups: tuple[PartGroup, ...]
@@ -102,6 +108,7 @@ class GroupMemory(msgspec.Struct, frozen=True):
     aligns: bool = False
     retention_interval: int | None = None
     renames_states: bool = True
+    saves_inside: bool = False
 
     def __post_init__(self) -> None:
         if not any(group.layer.keeps_tokens for group in self.groups):
@@ -109,8 +116,42 @@ class GroupMemory(msgspec.Struct, frozen=True):
         if self.keeps not in get_args(Retention):
             raise ConfigError(f"{self.keeps!r} is not known", field="keeps", hint=f"Use {_choice()}.")
         check_whole(self.divisor, "divisor", most=MOST_BYTES)
+        if self.hit_pages > 1:
+            self._check_sizes()
         if self._largest % self.divisor:
             raise ConfigError(f"{self.divisor} does not divide {self._largest:,} bytes", field="divisor")
+
+    def _check_sizes(self) -> None:
+        """Refuse what is not counted where blocks hold different numbers of tokens."""
+        if any(group.layer.kind not in ("full", "latent", "window") or group.layer.sink for group in self.groups):
+            raise ConfigError(
+                "have blocks of several sizes, which full attention and windows only may have", field="groups"
+            )
+        if len({group.part_bytes * group.block_pages for group in self.groups}) > 1:
+            what = "must have blocks of one size in bytes, if these hold different numbers of tokens"
+            raise ConfigError(what, field="groups")
+        if self.keeps != "all":
+            raise ConfigError("must be all, with blocks of several sizes", field="keeps")
+
+    @property
+    def hit_pages(self) -> int:
+        """The pages that a hit is a multiple of; more than 1 if the blocks of groups differ in tokens."""
+        return lcm(*(group.block_pages for group in self.groups))
+
+    @property
+    def num_pieces(self) -> int:
+        """The blocks of accounting in a block of the engine: more than 1 where these differ in tokens."""
+        first = self.groups[0]
+        return first.part_bytes * first.block_pages // self.block_bytes if self.hit_pages > 1 else 1
+
+    def num_states(self, num_pages: int, end: int, prefill_end: int) -> int:
+        """Return how many states a chunk keeps in a group that keeps them at chunk ends; it begins `num_pages` pages.
+
+        One is after its last token, `end`. Another one is inside it: with sparse retention only in a chunk that ends
+        the prefill, at `prefill_end`.
+        """
+        is_inside = self.saves_inside and num_pages > 1 and (self.retention_interval != 0 or end >= prefill_end)
+        return 2 if is_inside else 1
 
     @property
     def block_bytes(self) -> int:
@@ -172,7 +213,8 @@ class GroupMemory(msgspec.Struct, frozen=True):
 
     def num_blocks(self, num_pages: int) -> int:
         """Return the number of blocks in the memory of `num_pages` pages with all their parts."""
-        return num_pages * self.page_bytes // self.block_bytes
+        num_blocks = num_pages * self.page_bytes // self.block_bytes
+        return num_blocks - num_blocks % self.num_pieces
 
     def to_builtins(self) -> dict[str, Any]:
         """Return its form in reports and timelines: the bytes of a block, and the groups in their order."""
@@ -183,6 +225,10 @@ class GroupMemory(msgspec.Struct, frozen=True):
                 said["tokens"] = group.layer.span
             if group.layer.sink:
                 said["sink"] = group.layer.sink
+            if group.block_pages > 1:
+                said["block_pages"] = group.block_pages
+            if group.is_latent:
+                said["is_latent"] = True
             groups.append({**said, "part_blocks": group.part_bytes // self.block_bytes})
         return {"block_bytes": self.block_bytes, "kv_groups": groups}
 

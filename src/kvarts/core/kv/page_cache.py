@@ -582,11 +582,11 @@ class IncomingPages(Incoming):
         """Return the pages up to `end` that are not in use."""
         return end - found.num_shared
 
-    def to_admit(self, match: Match, found: Match, num_known: int, budget: int) -> int:
-        """Return the pages of `num_known` tokens that are not in use."""
-        return self._cache.needs.to_admit(match, num_known, budget)
+    def to_admit(self, match: Match, found: Match, num_known: int, budget: int, num_kept: int = 0) -> int:
+        """Return the pages of `num_known` tokens that are not in use, and those to leave free."""
+        return self._cache.needs.to_admit(match, num_known, budget, num_kept)
 
-    def to_go_on(self, table: BlockTable, num_known: int, budget: int) -> int:
+    def to_go_on(self, table: BlockTable, num_known: int, budget: int, num_planned: int = 0) -> int:
         """Return the pages that `num_known` tokens lack."""
         return max(0, self._cache.needs.to_finish(table, num_known))
 

@@ -2,7 +2,8 @@
 
 A part that is not retained serves its own sequence only, and becomes empty when it is released. Groups that keep all
 tokens, and chunks, retain all parts. Rules of vLLM 0.32 and 0.33 (v1/core/single_type_kv_cache_manager.py,
-`reachable_block_mask`; v1/core/kv_cache_coordinator.py, `replay_boundaries`), for groups of one block size.
+`reachable_block_mask`; v1/core/kv_cache_coordinator.py, `replay_boundaries`). Positions are multiples of the pages of a
+hit.
 
 An example: pages of 16 tokens, a window of 64, so that a sequence resumes with 4 parts, and a prompt of 200 tokens. The
 same prompt computes its last token again, so it resumes after 12 pages: with an interval of 0, the window retains pages
@@ -11,8 +12,8 @@ same prompt computes its last token again, so it resumes after 12 pages: with an
 
 from __future__ import annotations
 
-from kvarts.core.kv.groups import GroupMemory
-from kvarts.core.kv.runs import RunTable
+from kvarts.core.kv.groups import GroupMemory, PartGroup
+from kvarts.core.kv.runs import NEVER, RunTable
 
 __all__ = ["Retained"]
 
@@ -23,13 +24,15 @@ class Retained:
     `of_group`: for each group, the parts with which a sequence resumes; None for a group that retains all.
     """
 
-    __slots__ = ("_page_size", "_pages_between", "of_group")
+    __slots__ = ("_hit_pages", "_hit_tokens", "_page_size", "_pages_between", "of_group")
 
     def __init__(self, memory: GroupMemory, page_size: int) -> None:
         assert memory.retention_interval is not None
         self._page_size = page_size
+        self._hit_pages = memory.hit_pages
+        self._hit_tokens = self._hit_pages * page_size
         self._pages_between = memory.retention_interval // page_size
-        num_parts = [_num_to_resume(group.layer.span or 1, page_size) for group in memory.groups]
+        num_parts = [_num_to_resume(group, page_size) for group in memory.groups]
         self.of_group = [
             None if group.layer.kind not in ("window", "state") or 0 < self._pages_between <= count else count
             for group, count in zip(memory.groups, num_parts, strict=True)
@@ -40,15 +43,28 @@ class Retained:
         """Whether parts are retained at regular intervals, wherever a prompt ends."""
         return self._pages_between > 0
 
+    def last_page(self, table: RunTable) -> int:
+        """Return the page from which on no group retains a page of `table`; NEVER if each retains some at intervals."""
+        if self._pages_between:
+            return NEVER
+        prompt_end, branch = self._prompt_end(table), table.branch // self._page_size
+        return branch if branch > prompt_end else prompt_end
+
+    def _prompt_end(self, table: RunTable) -> int:
+        """Return the page at which the longest hit of the prompt ends."""
+        return (table.content.num_prompt_tokens - 1) // self._hit_tokens * self._hit_pages
+
     def ranges(self, index: int, table: RunTable, start: int, end: int) -> list[tuple[int, int]]:
         """Return which of pages [start, end) of `table` a group retains, as ranges in order.
 
         They are those before the page at which the same prompt resumes, before that at which it leaves another one,
         and before each multiple of the interval.
         """
-        count, size = self.of_group[index], self._page_size
+        count = self.of_group[index]
         assert count is not None
-        ends = {(table.content.num_prompt_tokens - 1) // size, table.branch // size}
+        if start >= self.last_page(table):
+            return []
+        ends = {self._prompt_end(table), table.branch // self._page_size}
         if self._pages_between:
             first = start // self._pages_between + 1
             ends.update(range(first * self._pages_between, end + count, self._pages_between))
@@ -62,5 +78,6 @@ class Retained:
         return ranges
 
 
-def _num_to_resume(span: int, page_size: int) -> int:
-    return -(-(span - 1) // page_size)
+def _num_to_resume(group: PartGroup, page_size: int) -> int:
+    num_tokens = (group.layer.span or 1) - 1
+    return -(-num_tokens // (page_size * group.block_pages)) * group.block_pages

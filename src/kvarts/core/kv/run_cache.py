@@ -27,24 +27,29 @@ __all__ = ["RunCache"]
 class RunCache(RunAccount):
     """Owner of all parts in `total_bytes`, as a PartAccount. The caller ensures that the parts it takes are free.
 
-    `at_branches`: snapshots of states are also made where a sequence leaves another that can be found.
+    `at_branches`: snapshots of states are also made where a sequence leaves another that can be found. `lag`: as of
+    Decodes.
     """
 
     __slots__ = (
         "_aligned",
         "_bounded",
         "_by_page",
+        "_counts_pages",
         "_in_every_page",
         "_is_state",
         "_keeps_all",
         "_kept",
         "_less",
+        "_memory",
         "_of_states",
         "_retained",
+        "_states_by_page",
         "_stored_whole",
         "_whole",
         "computed",
         "decodes",
+        "empties_open",
         "match",
         "num_published",
         "page_size",
@@ -63,10 +68,12 @@ class RunCache(RunAccount):
         num_below: int = 0,
         eviction_order: EvictionOrder | None = None,
         at_branches: bool = False,
+        lag: int = 0,
     ) -> None:
         super().__init__(memory, total_bytes=total_bytes, blocks=blocks, events=events, eviction_order=eviction_order)
         groups = self.groups
         self.page_size = page_size
+        self._memory = memory
         self.num_published = 0
         """The number of times that parts of known tokens, findable by others, were published since the beginning."""
         self._keeps_all = memory.keeps == "all"
@@ -74,6 +81,8 @@ class RunCache(RunAccount):
         retained = self._retained = None if memory.retention_interval is None else Retained(memory, page_size)
         self.sparse = [retained is not None and retained.of_group[index] is not None for index in range(len(groups))]
         """By group, whether it retains some parts only: the others cannot be found."""
+        self.empties_open = list(self.sparse)
+        """By group, whether parts that are released before they can be found become empty."""
         self._kept = [
             not is_sparse and (self._keeps_all or not group.is_bounded)
             for group, is_sparse in zip(groups, self.sparse, strict=True)
@@ -83,28 +92,35 @@ class RunCache(RunAccount):
         self._less = [index for index, group in enumerate(groups) if group.is_state or group.is_bounded]
         self._bounded = [index for index, group in enumerate(groups) if group.is_bounded]
         by_page = [index for index, group in enumerate(groups) if group.has_states_by_page]
+        self._states_by_page = by_page
         self._aligned = by_page if memory.aligns else []
         self._in_every_page = [index for index in self._of_tokens if index not in self._aligned]
         self._by_page = by_page[0] if by_page else -1
         """A group of states by page, or -1."""
-        self.decodes = Decodes(memory, page_size, self, self.sparse)
+        self.decodes = Decodes(memory, page_size, self, self.sparse, lag=lag)
         kept_states = by_page if self._keeps_all else []
         self._stored_whole = sorted([*self._whole, *kept_states])
         """Groups whose pages are all stored in tiers below: those that keep all tokens, or a state after each page."""
         self.computed: list[tuple[Content, int, int]] = []
         """The contents and pages that became findable since the step began, if states are kept by page."""
-        tree = self.tree = SpanTree(
-            memory, page_size, self.decodes.look, num_below=num_below, finds_branches=at_branches
-        )
+        self._counts_pages = not self._aligned and blocks is None
+        """Whether the parts of a page are taken without their names, as many in each group."""
+        tree = self.tree = self._open_tree(memory, num_below, at_branches)
         self.match = tree.match
+
+    def _open_tree(self, memory: GroupMemory, num_below: int, finds_branches: bool) -> SpanTree:
+        """Return the index of its parts."""
+        return SpanTree(memory, self.page_size, self.decodes.look, num_below=num_below, finds_branches=finds_branches)
 
     # BlockTable and releasing --------------------------------------------------------------------------------
 
     def next_in_order(self) -> LruEntry:
         """Return the next run to evict; in groups that keep all tokens, followers are evicted first if possible."""
-        order, first = self.eviction_order, self.first
+        order, first = self.eviction_order, self.lru.newer
+        while isinstance(first, EvictionSlot):
+            first = first.newer  # a store holds its run
         assert order is not None
-        run: PartRun = order.next_run() if first is None else cast(PartRun, first)
+        run: PartRun = order.next_run() if first is self.lru else cast(PartRun, first)
         return self.tree.last_after(run) if run.group in self._whole else run
 
     def disturb(self, run: PartRun) -> None:
@@ -112,7 +128,7 @@ class RunCache(RunAccount):
         self.decodes.disturb(run)
 
     def emit_gone(self, run: PartRun, start: int, end: int, *, is_dropped: bool) -> None:
-        """Emit that pages [start, end) of `run`, which is still findable, are evicted, the last one first."""
+        """Emit the event that pages [start, end) of `run`, which is still findable, are evicted, the last one first."""
         span, events = run.span, self.events
         assert events is not None and span is not None
         for other in span.parts[run.group]:
@@ -124,7 +140,7 @@ class RunCache(RunAccount):
         events.goes_alone(run, span, start, end, None, is_dropped=is_dropped)
 
     def emit_turn(self, stream: Stream) -> None:
-        """Emit that the page of `stream` that is evicted next is evicted."""
+        """Emit the eviction of the page of `stream` that is next in the order of eviction."""
         if stream.last == NEVER and not (stream.runs and stream.low < stream.runs[0].end):
             self.decodes.catch_up(stream)
         run = stream.runs[0]
@@ -186,8 +202,9 @@ class RunCache(RunAccount):
         """Take the parts of tokens up to `num_tokens`, and make the pages that they fill findable.
 
         `is_end`: other sequences may continue from here: tails of windows are kept, and snapshots are made at the last
-        page end up to there, during the computation, if the memory has room for them. The same happens at its branch.
-        No sequence continues after a chunk of a sequence that has decoded.
+        page ends at and before its last token, from which the same sequence resumes, during the computation, if the
+        memory has room for them. The same happens at its branch. No sequence continues after a chunk of a sequence
+        that has decoded.
         """
         is_end = is_end and not table.has_decoded
         if self._of_states:
@@ -198,8 +215,8 @@ class RunCache(RunAccount):
                 if branch == num_tokens:
                     return
             if is_end:
-                page_end = num_tokens - num_tokens % self.page_size
-                if page_end != num_tokens and page_end > table.num_tokens:
+                page_end = (num_tokens - 1) // self.page_size * self.page_size
+                if page_end > table.num_tokens:
                     self._grow(table, page_end, is_end, is_midway=True)
         self._grow(table, num_tokens, is_end)
 
@@ -207,7 +224,7 @@ class RunCache(RunAccount):
         """Take the parts of tokens up to `num_tokens`, as far as `table` does not have them."""
         num_pages = -(-num_tokens // self.page_size) - table.num_taken
         if num_pages > 0:
-            self.take_next(table, num_pages)
+            self.take_next(table, num_pages, num_tokens)
         self._take_states(table)
 
     def _take_states(self, table: RunTable) -> None:
@@ -217,21 +234,25 @@ class RunCache(RunAccount):
                 table.num_states[index] = 1
                 table.state_ids[index] = self.take_ids(index, 1)
 
-    def take_next(self, table: RunTable, num_pages: int) -> None:
-        """Take the parts of the next `num_pages` pages, which cannot be found yet; none of their tokens is computed."""
+    def take_next(self, table: RunTable, num_pages: int, end: int = 0) -> None:
+        """Take the parts of the next `num_pages` pages, which cannot be found yet; none of their tokens is computed.
+
+        `end`: the tokens of the sequence when they are, for several pages.
+        """
         table.num_taken += num_pages
-        if num_pages > 1 and self._aligned:
+        num_states = self._memory.num_states(num_pages, end, table.prefill_end) if self._aligned else num_pages
+        if num_pages > num_states:
             # A chunk that takes several pages begins with one, so none of the group is open.
             for index in self._in_every_page:
                 self.take(index, num_pages)
             for index in self._aligned:
-                self.take(index, 1)
-                table.first_open[index] = table.num_taken - 1
+                self.take(index, num_states)
+                table.first_open[index] = table.num_taken - num_states
         else:
             self.take_pages(num_pages)
         if self.blocks is not None:
             for index in self._of_tokens:
-                ids = self.take_ids(index, 1 if index in self._aligned else num_pages)
+                ids = self.take_ids(index, min(num_states, num_pages) if index in self._aligned else num_pages)
                 table.open_ids[index] = table.open_ids[index].with_more(ids)
 
     def drop_pages(self, table: RunTable, num_pages: int) -> None:
@@ -330,16 +351,17 @@ class RunCache(RunAccount):
         """Release pages before `first` that cannot be found; they are listed if the sequence may find them again.
 
         Blocks with ids become empty: accepted drafts filled these pages, and the window has passed them at once. So do
-        parts that are not retained.
+        parts of groups in `empties_open`.
         """
         start = table.first_open[index]
-        if self.blocks is not None or self.sparse[index]:
+        if self.blocks is not None or self.empties_open[index]:
             if start >= sink:  # else they are released once they can be found
-                if self.events is not None and self.sparse[index]:
+                if self.events is not None and self.empties_open[index]:
                     self.events.given_back(table.content, index, start, first)
                 self.note_empty(index, first - start)
-                at = (first - start) * self.part_blocks[index]
-                self.give_ids(table.open_ids[index].take_first(at))
+                if self.blocks is not None:
+                    at = (first - start) * self.part_blocks[index]
+                    self.give_ids(table.open_ids[index].take_first(at))
                 table.first_open[index] = first
             return
         assert self.events is None, "a page with events is findable as soon as it is full"
@@ -389,10 +411,13 @@ class RunCache(RunAccount):
 
     def missing_bytes(self, table: RunTable, num_new: int) -> int:
         """Return the bytes that the next `num_new` tokens need and `table` does not have."""
-        num_pages = -(-(table.num_tokens + num_new) // self.page_size) - table.num_taken
+        end = table.num_tokens + num_new
+        num_pages = -(-end // self.page_size) - table.num_taken
         num_bytes = self.page_bytes * num_pages
-        for index in self._aligned:
-            num_bytes -= self.part_bytes[index] * max(0, num_pages - 1)
+        if self._aligned:
+            num_states = self._memory.num_states(num_pages, end, table.prefill_end)
+            for index in self._aligned:
+                num_bytes -= self.part_bytes[index] * max(0, num_pages - num_states)
         for index in self._of_states:
             if not table.num_states[index]:
                 num_bytes += self.part_bytes[index]
@@ -490,11 +515,11 @@ class RunCache(RunAccount):
         page_size = self.page_size
         num_pages = -(-num_tokens // page_size) - table.num_taken
         if num_pages > 0:
-            if self._aligned or self.blocks is not None:
-                self.take_next(table, num_pages)
-            else:
+            if self._counts_pages:
                 table.num_taken += num_pages
                 self.take_pages(num_pages)
+            else:
+                self.take_next(table, num_pages, num_tokens)
         if self._of_states:
             self._take_states(table)
         table.num_tokens = num_tokens
@@ -525,9 +550,11 @@ class RunCache(RunAccount):
         ids: PageIds | None = None
         first_open, num_emitted = table.first_open, table.num_emitted
         all_held, all_kept, streams = table.held, self._kept, table.streams
+        last_retained = NEVER if self._retained is None else self._retained.last_page(table)
         for index in self._of_tokens:
             if self.sparse[index]:
-                self._publish_retained(table, index, end, spans)
+                if first_open[index] < last_retained or index in self._states_by_page:
+                    self._publish_retained(table, index, end, spans)
                 continue
             held, first = all_held[index], first_open[index]
             first_open[index] = end
@@ -575,7 +602,7 @@ class RunCache(RunAccount):
         retained, held, page = self._retained, table.held[index], table.first_open[index]
         assert retained is not None
         ranges = retained.ranges(index, table, page, end)
-        if self.groups[index].has_states_by_page:
+        if index in self._states_by_page:
             last = end
         elif ranges:
             last = ranges[-1][1]
@@ -786,7 +813,10 @@ class RunCache(RunAccount):
         front.is_open = False
 
     def arrive(self, table: RunTable, ends: Sequence[int]) -> None:
-        """Make the parts of `table` findable that a load has filled: by group, those before page `ends[index]`."""
+        """Make the parts of `table` findable that a load has filled: by group, those before page `ends[index]`.
+
+        Parts that a group does not retain serve this sequence only.
+        """
         spans: list[tuple[Span, int, int]] = []
         span: Span | None = self.tree.last_of(table)
         while span is not None:
@@ -800,10 +830,26 @@ class RunCache(RunAccount):
                 if run.end > ends[index]:
                     run = run.split(ends[index])  # noqa: PLW2901
                 self.num_published += 1
-                run.is_kept = True
-                self._place(run, spans, table.content)
+                for piece in self._retained_of(run, table) if self.sparse[index] else (run,):
+                    piece.is_kept = True
+                    self._place(piece, spans, table.content)
         if self.events is not None:
             self.events.flush()
+
+    def note_arrived(self, table: RunTable, num_pages: int) -> None:
+        """Treat the state after the first `num_pages` pages as one of this step, if others can find it."""
+        if self._by_page >= 0 and any(
+            run.span is not None and run.end == num_pages for run in table.held[self._by_page]
+        ):
+            self.computed.append((table.content, num_pages - 1, num_pages))
+
+    def _retained_of(self, run: PartRun, table: RunTable) -> Iterator[PartRun]:
+        """Yield the pieces of a run that a load has filled, and that its group retains."""
+        assert self._retained is not None
+        for begin, stop in self._retained.ranges(run.group, table, run.start, run.end):
+            if begin > run.start:
+                run.split(begin)
+            yield run.split(stop) if stop < run.end else run
 
     def begin_to_receive(self, content: Content, match: RunMatch, num_tokens: int) -> RunTable:
         """Begin a sequence whose first `num_tokens` tokens are computed elsewhere: hold `match`, and take other parts.
@@ -847,11 +893,11 @@ class RunCache(RunAccount):
         self.keep_tails(table, num_full)
 
     def unhold(self, table: RunTable, *, go_first: bool) -> None:
-        """End the hold of a store on one run: unused parts are evicted last, or next with `go_first`.
+        """End the hold of a store on one run. With `go_first`, an order's next evictions are its unused parts.
 
-        The last page is evicted before the others.
+        The last page is evicted before the others. In the list, parts keep their places, as far as they had any.
         """
-        if not go_first:
+        if not go_first or self.eviction_order is None:
             self.release_all(table, range(len(self.groups)))
             return
         for index, held in enumerate(table.held):
@@ -898,7 +944,8 @@ class RunCache(RunAccount):
                     assert run.span is span and len(run.holders) == held.get(id(run), 0), "L2: a part is held by others"
                     assert run.is_listed == (not run.holders), "L2: a part is listed, and held"
                     assert run.slot is None or run.is_lent, "L2: a part that is in use has a place in the list"
-                    assert span.start <= run.start <= run.end <= span.end, "L1: a part is not of its span"
+                    start = span.start - span.start % self.tree.block_pages[run.group]
+                    assert start <= run.start <= run.end <= span.end, "L1: a part is not of its span"
                     if self.blocks is not None:
                         num_ids = (run.end - run.start) * self.part_blocks[run.group]
                         assert len(run.ids) == num_ids, f"L1: {num_ids} blocks, and {len(run.ids)} ids"

@@ -223,11 +223,11 @@ class PartCounts:
         self.cached_bytes -= num_bytes
 
     def emit_gone(self, run: PartRun, start: int, end: int, *, is_dropped: bool) -> None:
-        """Emit that pages [start, end) of `run`, which is still findable, are evicted, the last one first."""
+        """Emit the event that pages [start, end) of `run`, which is still findable, are evicted, the last one first."""
         raise NotImplementedError
 
     def emit_turn(self, stream: Stream) -> None:
-        """Emit that the page of `stream` that is evicted next is evicted."""
+        """Emit the eviction of the page of `stream` that is next in the order of eviction."""
         raise NotImplementedError
 
 
@@ -621,7 +621,8 @@ class RunTable:
     and `state_ids`, those of its states, by group; `snapshots`, copies of states to make in this step, each with the
     number of tokens before it. `swapped_tokens`: if not 0, it is about to be closed after so many tokens, and its state
     is kept for its own request. `num_emitted`: the first pages whose events were emitted before they became
-    findable: no other sequence can find them.
+    findable: no other sequence can find them. `prefill_end`: the tokens after which it decodes, where chunks may keep
+    states inside.
 
     For a decode: `base` plus the number of steps done is the number of computed tokens, `admission` its place among the
     decodes, `streams` and `odd_steps` the state of each group's releases (Decodes). `fills_known`: others may find the
@@ -649,6 +650,7 @@ class RunTable:
         "num_tokens",
         "odd_steps",
         "open_ids",
+        "prefill_end",
         "snapshots",
         "state_ids",
         "streams",
@@ -661,6 +663,7 @@ class RunTable:
         self.num_named = self.num_taken = num_pages
         self.num_tokens = num_pages * page_size
         self.branch = 0
+        self.prefill_end = 0
         self.held: list[list[PartRun]] = [[] for _ in range(num_groups)]
         self.first_open = [num_pages] * num_groups
         self.num_states = [0] * num_groups
@@ -815,20 +818,14 @@ class Turns(LruEntry):
         end = len(streams)
         if account.emits:
             return self._eat_one_by_one(account, missing_bytes)
+        if account.num_bounded > 1:
+            return self._eat_mixed(account, missing_bytes)
         while gone_bytes < missing_bytes and at < end:
             index = streams[at].group
             part_bytes = account.part_bytes[index]
             count, num_enough = 0, -((gone_bytes - missing_bytes) // part_bytes)
             while count < num_enough and at < end:
-                # A few at a time: the next ones may be of another group.
                 alike = streams[at : at + min(num_enough - count, MOST_ALIKE)]
-                if account.num_bounded > 1:
-                    for place, stream in enumerate(alike):
-                        if stream.group != index:
-                            del alike[place:]
-                            break
-                    if not alike:
-                        break
                 count += len(alike)
                 at += len(alike)
                 for stream in alike:
@@ -841,6 +838,35 @@ class Turns(LruEntry):
                             stream.set_gate()
             gone_bytes += count * part_bytes
             account.note_evicted(index, count)
+        self._end_at(at)
+        return gone_bytes
+
+    def _eat_mixed(self, account: PartCounts, missing_bytes: int) -> int:
+        """Do the same where the turns of several groups alternate."""
+        streams, at, gone_bytes, last, part_bytes = self.streams, self.at, 0, -1, account.part_bytes
+        end, num_cached, num_evicted, evicted = len(streams), account.num_cached, account.num_evicted, account._evicted
+        while gone_bytes < missing_bytes and at < end:
+            stream = streams[at]
+            at += 1
+            low = stream.low + 1
+            stream.low = low
+            if low >= stream.watch:
+                is_hole = stream.is_hole(low - 1)
+                if low >= stream.gate:
+                    stream.set_gate()
+                if is_hole:
+                    continue
+            index = stream.group
+            gone_bytes += part_bytes[index]
+            num_cached[index] -= 1
+            num_evicted[index] += 1
+            if evicted is None:
+                continue
+            if index == last:
+                evicted[-1] += 1
+            else:
+                evicted += (index, 1)
+                last = index
         self._end_at(at)
         return gone_bytes
 

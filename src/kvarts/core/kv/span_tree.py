@@ -12,7 +12,7 @@ from kvarts.core.kv.group_needs import FirstSeen
 from kvarts.core.kv.groups import GroupMemory
 from kvarts.core.kv.runs import NEVER, PartRun, RunMatch, RunTable, Span, first_list
 
-__all__ = ["SpanTree", "find"]
+__all__ = ["SpanTree", "common_end", "covered_end", "covered_from", "covered_to", "find"]
 
 
 class SpanTree:
@@ -31,6 +31,8 @@ class SpanTree:
         groups = self.groups = memory.groups
         self.num_groups = len(groups)
         self._num_lists = (1 + 2 * num_below) * len(groups)
+        self.block_pages = [group.block_pages for group in groups] * (1 + 2 * num_below)
+        """By list, the pages of a block, which is in the span of its last page."""
         self.page_size = page_size
         self.first_new = NEVER
         """The first page of a span that the last `extend` made or lengthened, from which on no part is of before."""
@@ -88,12 +90,12 @@ class SpanTree:
                 break
             if child.is_moving:
                 self._look(child)
-            common = end = _common(child, content, min(limit, child.end))
+            common = end = common_end(child, content, min(limit, child.end))
             resident = self._with_below(child, depth) if depth else child
             for index in self._whole:
                 runs = resident.parts[index]
-                if not (runs and (oldest := runs[0]).start <= page and end <= oldest.end):  # `_covered_to`, inlined
-                    end = _covered_to(runs, page, end)
+                if not (runs and (oldest := runs[0]).start <= page and end <= oldest.end):  # `covered_to`, inlined
+                    end = covered_to(runs, page, end)
             if end > page:
                 spans.append(child)
                 if depth:
@@ -148,7 +150,7 @@ class SpanTree:
                         runs += [run for run in each.parts[first + index] if run.start < stop and start < run.end]
             covered = stop
             for index in self._whole:
-                covered = _covered_to(resident.parts[index], page, covered)
+                covered = covered_to(resident.parts[index], page, covered)
             if covered > page:
                 found.append(resident)
                 page = covered
@@ -201,7 +203,7 @@ class SpanTree:
             if child.is_moving:
                 self._look(child)
             spans.append(child)
-            page = _common(child, content, min(end, child.end))
+            page = common_end(child, content, min(end, child.end))
             if page < child.end:
                 break
             span = child
@@ -226,11 +228,11 @@ class SpanTree:
         while length:
             sink, first = self.needed(index, length * page_size)
             if first < length:
-                begin = _covered_from(index, spans, length, first)
+                begin = covered_from(index, spans, length, first)
                 if begin > first:
                     # No shorter prefix can resume with the pages from `begin` on, except at the end of a chunk of the
                     # layer, where no page is needed.
-                    shorter = begin if begin < length else _covered_end(index, spans, length)
+                    shorter = begin if begin < length else covered_end(index, spans, length)
                     if self._chunks[index]:
                         num_pages = span_tokens // gcd(span_tokens, page_size)
                         shorter = max(shorter, (length - 1) // num_pages * num_pages)
@@ -255,7 +257,7 @@ class SpanTree:
         """Return how many pages a group has from the first on, up to `sink`."""
         page = 0
         for span in spans:
-            page = _covered_to(span.parts[index], page, min(span.end, sink))
+            page = covered_to(span.parts[index], page, min(span.end, sink))
             if page < span.end:
                 break
         return page
@@ -374,11 +376,12 @@ class SpanTree:
         head.is_moving = span.is_moving
         span.parent, span.start = head, page
         for index, runs in enumerate(span.parts):
+            end = page - page % self.block_pages[index]
             for run in tuple(runs):
-                if run.end <= page:
+                if run.end <= end:
                     first = run
-                elif run.start < page:
-                    first = run.split(page)
+                elif run.start < end:
+                    first = run.split(end)
                     if first.span is None:
                         continue  # its stream had evicted it
                 else:
@@ -478,7 +481,7 @@ class SpanTree:
                     self.first_new = page
                     of_key = last.children[key] = Span(content, key, page, end, last, self._num_lists)
                 child = of_key
-                common = _common(child, content, min(end, child.end))
+                common = common_end(child, content, min(end, child.end))
             if common < end and common < child.end:
                 child = self.split(child, common)
             if common > page:
@@ -515,7 +518,7 @@ def _end(run: PartRun) -> int:
     return run.end
 
 
-def _common(span: Span, content: Content, end: int) -> int:
+def common_end(span: Span, content: Content, end: int) -> int:
     """Return the page, at most `end`, up to which `span` and `content` are equal; their first page is."""
     first = span.start + 1
     if span.content is content or end <= first:
@@ -523,7 +526,7 @@ def _common(span: Span, content: Content, end: int) -> int:
     return span.content.common_pages(content, first, end)
 
 
-def _covered_to(runs: list[PartRun], page: int, end: int) -> int:
+def covered_to(runs: list[PartRun], page: int, end: int) -> int:
     """Return the first page from `page` on, at most `end`, that none of `runs` has."""
     is_found = len(runs) > 0
     while is_found:
@@ -537,7 +540,7 @@ def _covered_to(runs: list[PartRun], page: int, end: int) -> int:
     return page
 
 
-def _covered_from(index: int, spans: list[Span], end: int, first: int) -> int:
+def covered_from(index: int, spans: list[Span], end: int, first: int) -> int:
     """Return the first page from which a group has all pages up to `end`; `first` or less if it has all from there."""
     page = end
     for span in reversed(spans):
@@ -555,7 +558,7 @@ def _covered_from(index: int, spans: list[Span], end: int, first: int) -> int:
     return page
 
 
-def _covered_end(index: int, spans: list[Span], length: int) -> int:
+def covered_end(index: int, spans: list[Span], length: int) -> int:
     """Return the largest number of pages, at most `length`, whose last page a group has; 0 for none."""
     for span in reversed(spans):
         best = 0
@@ -569,8 +572,9 @@ def _covered_end(index: int, spans: list[Span], length: int) -> int:
 
 def _last_end(index: int, spans: list[Span], length: int) -> int:
     """Return the largest number of pages, at most `length`, after which a group of states has a snapshot."""
-    ends = [min(run.end, span.end) for span in spans for run in span.parts[index]]
-    return max((end for end in ends if end <= length), default=0)
+    return max(
+        (min(run.end, span.end, length) for span in spans for run in span.parts[index] if run.start < length), default=0
+    )
 
 
 def find(runs: list[PartRun], start: int, end: int, found: list[tuple[PartRun, int, int]]) -> None:

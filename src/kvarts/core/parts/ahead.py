@@ -90,6 +90,8 @@ class PlansAhead:
         ended, running.ended = running.ended, []
         self.has_released = bool(ended)
         for request in ended:
+            for settle in scheduler.hooks.leaving:
+                settle(request)
             if scheduler.emit is not None:
                 scheduler.emit(Finished(request.index, request.content))
             self._release_one(request, step)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from kvarts.base.errors import ConfigError
 from kvarts.base.limits import MOST_COUNT
-from kvarts.core.config import EngineConfig
+from kvarts.core.config import BatchRules, EngineConfig
 from kvarts.core.kv.cache import Cache
 from kvarts.core.sched.plan import Batch
 from kvarts.core.sched.step import Acts, Gate, Hooks
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvarts.core.sched.handoffs import Handoffs
     from kvarts.core.sched.loads import Loads
     from kvarts.core.sched.scheduler import Scheduler
+    from kvarts.core.tiers.hicache import HostMemory
 
 __all__ = ["GATES", "PARTS", "Opening", "Part", "compose"]
 
@@ -30,6 +31,7 @@ GATES: Final = (
     "seats",
     "handoffs",
     "find",
+    "cadence",
     "states",
     "kept states",
     "chunk ends",
@@ -39,14 +41,15 @@ GATES: Final = (
     "loads",
 )
 """The order in which gates judge the head of the queue. `find` and `memory` are those of every engine; the first waits
-for tokens and matches the head, and a part may put its own in the place of the second."""
+for tokens and matches the head, and a part may put its own in their places."""
 
 
 class Opening(NamedTuple):
     """One scheduler, and what was made or asked for around it. None where the engine does not have it.
 
     `num_kept`: blocks that an admission leaves free if a request runs. `step_ns`: the expected
-    duration of a step. `num_draft_slots`: the most tokens of a draft, if drafts come before prompts.
+    duration of a step. `num_draft_slots`: the most tokens of a draft, if drafts come before prompts. `batches`: the
+    rules of steps of prompts or of decodes. `host`: host memory below their cache.
     """
 
     scheduler: Scheduler
@@ -57,6 +60,8 @@ class Opening(NamedTuple):
     num_draft_slots: int = 0
     step_ns: Callable[[Batch], int] | None = None
     num_kept: int = 0
+    batches: BatchRules | None = None
+    host: HostMemory | None = None
 
 
 class Part(NamedTuple):
@@ -93,15 +98,16 @@ class Part(NamedTuple):
 def compose(opening: Opening) -> Hooks:
     """Return the gates and hooks of a scheduler with every part that was asked for."""
     memory = opening.scheduler.memory
-    gates: dict[str, Gate] = {"find": memory.find, "memory": memory.fits}
+    of_parts: dict[str, Gate] = {}
     acts: list[Acts] = []
     for part in PARTS:
         of_part = part.open(opening)
         if of_part is not None:
             acts.append(of_part)
-            gates.update(of_part.gates)
-    if len(gates) == 2 and opening.scheduler.pages.is_alone:
+            of_parts.update(of_part.gates)
+    if not of_parts and opening.scheduler.pages.is_alone:
         return Hooks([memory.admit], acts)
+    gates = {"find": memory.find, "memory": memory.fits, **of_parts}
     return Hooks([gates[name] for name in GATES if name in gates], acts)
 
 
@@ -147,6 +153,8 @@ def _open_settling(opening: Opening) -> Acts | None:
     # Else others take and release parts between steps, and may use what decodes release.
     waits = cache.releases and scheduler.pages.is_alone and (loads is None or loads.settles_ends)
     places = _settle_places(cast("GroupPages", cache).memory, opening.config.page_size)
+    if not opening.handoffs:
+        scheduler.leaps.note_places(places)
     scheduler.settling = Settling(scheduler, places, waits=waits, handoffs=opening.handoffs, drafts=scheduler.drafts)
     return scheduler.settling.acts()
 
@@ -209,11 +217,37 @@ def _open_tiers(opening: Opening) -> Acts | None:
 
 def _open_turns(opening: Opening) -> Acts | None:
     threshold = opening.config.long_prefill_token_threshold
-    if not (threshold or opening.scheduler.cache.states.aligns):
+    is_periodic = opening.config.prefill_schedule_interval > 1
+    if not (threshold or is_periodic or opening.scheduler.cache.states.aligns):
         return None
     from kvarts.core.parts.turns import TurnsAfterChunks
 
     return TurnsAfterChunks(opening.scheduler, threshold).acts()
+
+
+def _open_cadence(opening: Opening) -> Acts | None:
+    interval = opening.config.prefill_schedule_interval
+    if interval == 1:
+        return None
+    from kvarts.core.parts.cadence import PrefillCadence
+
+    return PrefillCadence(opening.scheduler, interval).acts()
+
+
+def _open_batches(opening: Opening) -> Acts | None:
+    if opening.batches is None:
+        return None
+    if opening.host is not None:
+        from kvarts.core.parts.hicache import BatchesOverHost
+
+        return BatchesOverHost(opening.scheduler, opening.batches, opening.host).acts()
+    if opening.batches.preempts:
+        from kvarts.core.parts.priorities import BatchesByPriority
+
+        return BatchesByPriority(opening.scheduler, opening.batches).acts()
+    from kvarts.core.parts.batches import Batches
+
+    return Batches(opening.scheduler, opening.batches).acts()
 
 
 PARTS: Final = (
@@ -280,6 +314,20 @@ PARTS: Final = (
         _open_turns,
         settings=("long_prefill_token_threshold",),
     ),
+    Part(
+        "cadence",
+        "prompts every few steps only",
+        _open_cadence,
+        settings=("prefill_schedule_interval",),
+        features=("cadence",),
+    ),
+    Part(
+        "batches",
+        "steps of prompts or of decodes",
+        _open_batches,
+        settings=("engine",),
+        features=("batches",),
+    ),
 )
 """In the order in which their hooks are called."""
 
@@ -291,7 +339,7 @@ def _aligned(config: EngineConfig, cache: Cache) -> AlignedChunks | None:
     from kvarts.core.parts.chunk_ends import AlignedChunks
 
     most_tokens = min(config.max_num_batched_tokens, config.long_prefill_token_threshold or MOST_COUNT)
-    return AlignedChunks(config.page_size, most_tokens)
+    return AlignedChunks(config.page_size, most_tokens, saves_inside=cache.states.saves_inside)
 
 
 def _settle_places(memory: GroupMemory, page_size: int) -> tuple[int, ...]:

@@ -13,13 +13,14 @@ __all__ = ["AlignedChunks", "ChunkEnds"]
 class AlignedChunks:
     """Chunks of prompts that end at pages, where a state is kept, as in vLLM's mode `align` of states.
 
-    The last chunk of a prompt begins at its last page end, and a chunk ends where the prompt leaves another one.
-    `most_tokens`: the most tokens of a chunk.
+    The last chunk of a prompt begins at its last page end, unless the state there is saved inside a chunk
+    (`saves_inside`), and a chunk ends where the prompt leaves another one. `most_tokens`: the most tokens of a chunk.
     """
 
-    __slots__ = ("_most_tokens", "_page_size")
+    __slots__ = ("_most_tokens", "_page_size", "_saves_inside")
 
-    def __init__(self, page_size: int, most_tokens: int) -> None:
+    def __init__(self, page_size: int, most_tokens: int, *, saves_inside: bool = False) -> None:
+        self._saves_inside = saves_inside
         self._page_size = page_size
         self._most_tokens = most_tokens
 
@@ -38,7 +39,9 @@ class AlignedChunks:
             page_end = end // page_size * page_size
             if page_end > start or page_size <= self._most_tokens:
                 end = page_end
-        stops = [(num_known - 1) // page_size * page_size]
+        is_saved = self._saves_inside and end >= prefill_end and not start % page_size
+        is_saved = is_saved and (prefill_end - 1) // page_size > start // page_size
+        stops = [] if is_saved else [(num_known - 1) // page_size * page_size]
         if start % page_size:
             stops.append((start // page_size + 1) * page_size)
         if branch < end:
@@ -71,7 +74,7 @@ class ChunkEnds:
 
     def acts(self) -> Acts:
         """Return where it acts."""
-        return Acts(gates={"chunk ends": self.reaches_end}, resumes=self.note_states)
+        return Acts(gates={"chunk ends": self.reaches_end}, resumes=self.note_states, starts=self.begin)
 
     def reaches_end(self, ask: Ask, step: Step) -> Verdict:
         """Let the head pass if its first chunk reaches the end of a page."""
@@ -79,6 +82,12 @@ class ChunkEnds:
         num_new = min(ask.num_new, ask.num_known - hit_tokens)
         ask.num_new = self._aligned.num_tokens(request, hit_tokens, num_new, cache.states.branch_of(ask.match))
         return PASS if ask.num_new or self._may_be_empty else FOR_BUDGET
+
+    def begin(self, ask: Ask, step: Step) -> None:
+        """Let the head, which starts, keep states inside its chunks up to the end of its prefill."""
+        request = ask.request
+        assert request.table is not None
+        self._cache.states.begin(request.table, max(request.num_prompt_tokens, ask.num_known - 1))
 
     def note_states(self, step: Step) -> None:
         """Note the states of requests that started to decode after the last step."""

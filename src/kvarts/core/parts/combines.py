@@ -51,6 +51,7 @@ FEATURES = {
     "bound": Feature(
         "a bound on inter-token latency", ("replay", "plan", "mock", "model", "sessions", "several", "fleet")
     ),
+    "cadence": Feature("prompts every few steps only", ("replay", "plan", "mock", "several", "fleet")),
     "mocker": Feature("the profile 'mocker'", ("replay", "plan", "mock", "several", "fleet")),
     "uncached": Feature("an engine without a prefix cache", ("replay", "fleet")),
     "windows": Feature("sessions with a window", ("replay", "plan", "mock", "model", "sessions")),
@@ -74,6 +75,9 @@ FEATURES = {
     "fleets": Feature("a search for fleets", ("plan",)),
     "pipeline": Feature("stages of a pipeline", ("replay", "plan", "mock", "sessions", "fleet")),
     "state_dir": Feature("sessions on disk", ("mock", "model", "sessions")),
+    "batches": Feature("the engine 'sglang'", ("replay", "plan", "mock")),
+    "start": Feature("a start of vLLM", ("replay", "plan", "mock", "fleet")),
+    "sizes": Feature("blocks of several sizes", ("replay", "mock", "fleet"), part_of="start"),
     "fused": Feature("attention by FlashAttention or Triton", ("model",)),
 }
 """Features that users can request: the rows of the table."""
@@ -139,7 +143,37 @@ REFUSED = (
     Refusal(("uncached", "sessions"), "sessions go on from their pages"),
     Refusal(("uncached", "plan"), "a plan is about what is found", "Replay the options you have in mind."),
     Refusal(("uncached", "several"), "it is not modelled", "Leave it out."),
+    Refusal(("kv_groups", "batches"), "its tree is of tokens in all layers", WHOLE),
+    Refusal(
+        ("batches", "tiers", "plan"), "a plan searches host memory of vLLM", "Replay the options you have in mind."
+    ),
+    Refusal(("batches", "tiers", "mock"), "it is modelled in replays", "Leave it out."),
+    Refusal(("batches", "mocker"), "Dynamo's mocker decides as vLLM", "Leave one of them out."),
+    *(
+        Refusal(("batches", other), "it is not modelled", "Leave it out, and give the engine's settings one by one.")
+        for other in ("files", "sessions", "orders", "bound", "uncached", "ranks", "fleet", "several")
+    ),
+    Refusal(
+        ("start", "several"),
+        "vLLM plans one model for the whole device",
+        "Leave it out, or give {engine} vllm, whose settings are then those of all models.",
+    ),
     Refusal(("ahead", "several"), "models take turns, and a turn is planned when it begins", "Leave it out."),
+    Refusal(
+        ("start", "plan", "kv_groups"),
+        "sizes of memory are in pages, and vLLM starts with few of them",
+        "Replay the options you have in mind.",
+    ),
+    *(
+        Refusal(("sizes", other), why, "Leave it out, or give {engine} none.")
+        for other, why in (
+            ("orders", "an order lists pages of one size"),
+            ("tiers", "host memory has pages of one size"),
+            ("sessions", "they keep pages of one size"),
+            ("fleet", "workers send pages of one size"),
+        )
+    ),
+    Refusal(("cadence", "windows"), "pages of such sessions are for prompts that go on in every step", "Leave it out."),
     Refusal(("bound", "several"), "steps of the other models lie between those of one", "Leave it out."),
 )
 

@@ -97,7 +97,7 @@ class Settling:
             if cache.decodes is not None:
                 cache.decodes.end_step()
                 for request in joined:
-                    cache.decodes.start(table_of(request), request.admission)
+                    cache.decodes.start(table_of(request), request.num_computed, request.admission)
             return
         if not scheduler.pages.is_alone:
             cache.count()  # others may have taken free pages
@@ -118,8 +118,8 @@ class Settling:
         scheduler = self._scheduler
         cache, running = scheduler.cache, scheduler.running
         if scheduler.prefill.has_turns:
-            others = running.chunked + joined
-            if any(running.has_decodes_after(request.admission) for request in others):
+            others = [request.admission for request in (*running.chunked, *joined)]
+            if others and running.has_decodes_after(min(others)):
                 return True
         num_due = scheduler.wheel.pages_due() * cache.page_blocks
         if cache.orders_releases and num_due and not cache.has_empty(num_due):
@@ -128,15 +128,16 @@ class Settling:
 
     def _settle_followed(self, decodes: FollowedDecodes, joined: list[Request]) -> None:
         """Settle decodes that the cache follows, and let those that `joined` them be followed."""
-        cache = self._scheduler.cache
+        cache, running = self._scheduler.cache, self._scheduler.running
         if self._unsettled:
             decodes.defer_skipped([table_of(request) for request in self._unsettled if request not in joined])
         else:
             decodes.end_step()
         for request in joined:
             if not self._unsettled:
-                cache.free_skipped(table_of(request), request.num_computed)
-            decodes.start(table_of(request), request.admission, is_settled=not self._unsettled)
+                cache.free_skipped(table_of(request), request.num_computed, running.num_in_flight(request))
+            is_settled = not self._unsettled
+            decodes.start(table_of(request), request.num_computed, request.admission, is_settled=is_settled)
 
     def _settling(self, joined: list[Request]) -> list[Request]:
         """Return the decodes that may release something now; those in `joined` come last."""

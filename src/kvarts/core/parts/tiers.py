@@ -42,7 +42,7 @@ class LoadAdmissions:
         scheduler.preemptor.tiers = loads.tiers
         scheduler.prefill.note_for(loads)
         scheduler.leaps.note_for(loads)
-        loads.connect(scheduler.running, None if aligned is None else aligned.num_tokens)
+        loads.connect(scheduler.running, scheduler.prefill.num_planned, None if aligned is None else aligned.num_tokens)
 
     def acts(self) -> Acts:
         """Return where it acts."""
@@ -61,6 +61,7 @@ class LoadAdmissions:
             closing=self.store,
             ending=self.confirm,
             finishes=self.settle_end if settles_ends else None,
+            leaving=self.settle_left if settles_ends else None,
             drops=self.drop,
             given_up=self.settle_given_up if settles_ends else None,
             changes=self.changes,
@@ -124,6 +125,17 @@ class LoadAdmissions:
             self._release_passed(request, request.num_computed)
         return False
 
+    def settle_left(self, request: Request) -> None:
+        """Do the same for `request`, which ended before the last plan was made: its last token is known by now.
+
+        A request that stops early still had a turn in that plan, and released the pages known to be passed then.
+        """
+        table = request.table
+        if request.own is None and table is not None and not request.stops:
+            if request.num_computed // self._page_size > table.num_named:
+                self._scheduler.cache.publish(table, request.num_computed)
+            self._release_passed(request, request.num_computed)
+
     def settle_given_up(self, request: Request) -> None:
         """Do the same for `request`, which is about to be cancelled."""
         scheduler = self._scheduler
@@ -173,7 +185,7 @@ class LoadAdmissions:
         if verdict is PASS or verdict is AGAIN:
             return verdict
         scheduler.memory.forget()
-        num_to_load = ask.num_kept + loads.num_to_load(ask.request, ask.match, ask.num_known, ask.num_most)
+        num_to_load = loads.num_to_load(ask.request, ask.match, ask.num_known, ask.num_most, ask.num_kept)
         if num_to_load > scheduler.pages.num_free_to_admit(num_to_load):
             ask.least = min(ask.least, num_to_load)
             return verdict

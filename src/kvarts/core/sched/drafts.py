@@ -203,6 +203,8 @@ class Drafts:
             num_blocks = cache.needs.to_run(table, start, end + count)
             if num_blocks > 0 and not preemptor.take_turn(request, num_blocks, now_ns, served):
                 return False
+            if request.admission < 0:
+                continue  # it preempted itself
             served.add(request.index)
             if count:
                 batch = batch.replaced(num_drafted=batch.num_drafted + count)

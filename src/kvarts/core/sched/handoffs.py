@@ -151,7 +151,7 @@ class Handoffs:
         return self._cache.match(content, most_tokens // content.page_size if self._finds_prefixes else 0)
 
     def _emit_begun(self, emit: Emit, request: Request, num_hit_pages: int, now_ns: int) -> None:
-        """Emit that `request` is here, and waits for its pages."""
+        """Emit the event that `request` is here, and waits for its pages."""
         content, num_tokens, page_size = request.content, request.num_prompt_tokens, request.content.page_size
         asked = num_tokens, request.max_tokens, request.priority
         emit(Arrived(request.index, now_ns, content, *asked, request.request_id, 0))

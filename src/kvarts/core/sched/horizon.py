@@ -19,6 +19,7 @@ and the sum over steps is not computed.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Collection
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
@@ -37,6 +38,8 @@ __all__ = ["Horizon"]
 NOT_BLOCKED: Final = Blocked.NOT
 FOR_BUDGET: Final = Blocked.BUDGET
 FOR_PAGES: Final = Blocked.PAGES
+LONG_PAGE: Final = 64
+"""The tokens of a page from which on many steps lie between those in which decodes take or release pages."""
 
 
 class Horizon:
@@ -54,6 +57,7 @@ class Horizon:
         "_orders_matter",
         "_page_size",
         "_pages",
+        "_places",
         "_running",
         "_waiting",
     )
@@ -78,11 +82,20 @@ class Horizon:
         self._follows = cache.decodes is not None
         self._is_stepwise = cache.frees_skipped and cache.decodes is None
         """Whether the releases of decodes can only be determined step by step."""
+        self._places: tuple[int, ...] = ()
+        """The places in a page at which a decode takes, fills or releases pages, if they leave some steps between them
+        in such a cache."""
 
     def note_for(self, loads: Loads) -> None:
         """End leaps where the tiers below must act."""
         self._loads = loads
         self._orders_matter = True
+
+    def note_places(self, places: Collection[int]) -> None:
+        """Let steps in which no decode releases pages, at one of `places`, takes or fills one be certain as well."""
+        size = self._page_size
+        if self._is_stepwise and size >= LONG_PAGE:
+            self._places = tuple({0, size - 1, *((place + self._running.lag) % size for place in places)})
 
     def num_steps(self, now_ns: int, blocked: Blocked, blocked_head: Request | None, num_wanted: int) -> int:
         """Return the number of steps; 0 if the step at `now_ns` has to be scheduled.
@@ -92,7 +105,8 @@ class Horizon:
         """
         running, loads = self._running, self._loads
         cache = self._cache
-        if self._is_stepwise:
+        places = self._places
+        if self._is_stepwise and (loads is not None or running.joined or not places):
             return 0
         wheel = running.wheel
         if not wheel.num_decoding or (loads is not None and loads.loaded):
@@ -104,6 +118,12 @@ class Horizon:
             if blocked is FOR_BUDGET and wheel.num_decoding < self._pages.token_budget:
                 return 0
         num_steps = min(wheel.steps_to_finish(), wheel.steps_with_all_growing())
+        if places:
+            # The last step may have released what the head waits for; in the next ones nothing is.
+            is_lacking = self._waiting.num_waiting and blocked is FOR_PAGES
+            if is_lacking and num_wanted <= cache.num_free + self._pages.num_lent():
+                return 0
+            return wheel.steps_before(places, num_steps)
         if self._follows:
             return num_steps if self._can_leap(blocked, num_wanted) else 0
         page_size = self._page_size
@@ -142,4 +162,6 @@ class Horizon:
 
     def _steps_within(self, num_free: int, num_steps: int) -> int:
         """Return how many of the next `num_steps` steps `num_free` pages suffice for."""
-        return bisect_right(list(accumulate(self._running.wheel.pages_due_by_step(num_steps))), num_free)
+        due = list(accumulate(self._running.wheel.pages_due_by_step(self._page_size)))  # and again in each turn
+        turns, num_left = divmod(num_free, due[-1]) if due[-1] else (num_steps, 0)
+        return min(num_steps, turns * self._page_size + bisect_right(due, num_left))

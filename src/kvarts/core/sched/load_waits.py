@@ -39,9 +39,9 @@ class Reserve(Waits):
         self._incoming = cache.incoming
         self._pages = pages
 
-    def wanted(self, request: Request, match: Match, num_known: int, end: int, budget: int) -> int:
+    def wanted(self, request: Request, match: Match, num_known: int, end: int, budget: int, num_kept: int = 0) -> int:
         """Return the most blocks that `request` may hold at a time; 0 if these are no more than computing needs."""
-        return self._incoming.to_reserve(self.loads.found(request, match), num_known)
+        return num_kept + self._incoming.to_reserve(self.loads.found(request, match), num_known)
 
     def fits(self, request: Request, match: Match, num_known: int, end: int, num_kept: int, budget: int) -> bool:
         """Return whether these are free."""
@@ -107,7 +107,7 @@ class _Connector(Waits):
 
     def fits(self, request: Request, match: Match, num_known: int, end: int, num_kept: int, budget: int) -> bool:
         """Return whether the blocks of the load, and those that its request will need, are free."""
-        num_wanted = self.wanted(request, match, num_known, end, budget) + num_kept
+        num_wanted = self.wanted(request, match, num_known, end, budget, num_kept)
         self.loads.num_short = max(0, num_wanted - self._cache.num_free)
         return not self.loads.num_short
 
@@ -126,11 +126,9 @@ class _Connector(Waits):
         return self._incoming.open_to_load(self.loads.found(request, match), end * self._page_size, match)
 
     def _publish(self, request: Request, num_pages: int) -> None:
-        """Make the loaded pages of `request` findable; the state after them counts as one of this step, as in vLLM."""
+        """Make the loaded pages of `request` findable."""
         assert request.table is not None
         self._incoming.publish_loaded(request.table, num_pages)
-        if self._cache.states.defers:
-            self._cache.states.note(request.content, num_pages)
 
     def begin_run(self, request: Request) -> None:
         """Release nothing: there was no front."""
@@ -148,11 +146,11 @@ class Asynchronous(_Connector):
         self._turned: set[int] = set()
         """The requests among these that had a turn, and lacked memory."""
 
-    def wanted(self, request: Request, match: Match, num_known: int, end: int, budget: int) -> int:
+    def wanted(self, request: Request, match: Match, num_known: int, end: int, budget: int, num_kept: int = 0) -> int:
         """Return the blocks that `request` will need, or those of its load and those promised to others."""
         found = self.loads.found(request, match)
         num_blocks = self._incoming.to_load(match, found, end) + self._num_promised()
-        return max(num_blocks, self._incoming.to_admit(match, found, num_known, 0))
+        return max(num_blocks + num_kept, self._incoming.to_admit(match, found, num_known, 0, num_kept))
 
     def _num_promised(self) -> int:
         """Return the pages that prefills and loads lack until their known tokens are computed."""
@@ -231,7 +229,7 @@ class Asynchronous(_Connector):
     def to_run(self, request: Request, budget: int) -> int:
         """Return the pages that `request` lacks to compute its known tokens."""
         assert request.table is not None
-        return self._incoming.to_go_on(request.table, request.num_known, budget)
+        return self._incoming.to_go_on(request.table, request.num_known, budget, self.num_planned(request))
 
     def resumed(self, request: Request) -> None:
         """Forget the load of `request`."""
@@ -257,10 +255,10 @@ class Synchronous(_Connector):
     def __init__(self, cache: Cache, page_size: int, emit: Emit | None) -> None:
         super().__init__(cache, page_size, emit, holds_seat=True, is_sync=True)
 
-    def wanted(self, request: Request, match: Match, num_known: int, end: int, budget: int) -> int:
+    def wanted(self, request: Request, match: Match, num_known: int, end: int, budget: int, num_kept: int = 0) -> int:
         """Return the blocks that the load and the chunk that follows it need."""
         num_new = self._chunk(request, match, num_known, end, budget)
-        return self._incoming.to_admit(match, self.loads.found(request, match), num_known, num_new)
+        return self._incoming.to_admit(match, self.loads.found(request, match), num_known, num_new, num_kept)
 
     def _chunk(self, request: Request, match: Match, num_known: int, end: int, budget: int) -> int:
         """Return how many of `budget` tokens `request` computes after the pages up to `end`."""

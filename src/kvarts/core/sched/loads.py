@@ -76,7 +76,16 @@ class Waits(ABC):
     begins in a step whose tokens reach no page end, where chunks of prompts end at pages.
     """
 
-    __slots__ = ("aligned_tokens", "begins_anywhere", "holds_seat", "is_sync", "loads", "running", "settles_ends")
+    __slots__ = (
+        "aligned_tokens",
+        "begins_anywhere",
+        "holds_seat",
+        "is_sync",
+        "loads",
+        "num_planned",
+        "running",
+        "settles_ends",
+    )
 
     loads: Loads
     running: Running
@@ -90,13 +99,21 @@ class Waits(ABC):
         self.begins_anywhere = begins_anywhere
         self.aligned_tokens: AlignedTokens | None = None
 
-    def connect(self, running: Running, aligned_tokens: AlignedTokens | None) -> None:
-        """Take note of the running requests of the scheduler, and of its rule for chunks that end at pages."""
-        self.running, self.aligned_tokens = running, aligned_tokens
+    def connect(
+        self, running: Running, num_planned: Callable[[Request], int], aligned_tokens: AlignedTokens | None
+    ) -> None:
+        """Take note of the scheduler's running requests, and of its rule for chunks that end at pages.
+
+        `num_planned`: how many tokens a request computes in the step being planned.
+        """
+        self.running, self.num_planned, self.aligned_tokens = running, num_planned, aligned_tokens
 
     @abstractmethod
-    def wanted(self, request: Request, match: Match, num_known: int, end: int, budget: int) -> int:
-        """Return the blocks that must be free to begin the load of the pages after `match` up to `end`."""
+    def wanted(self, request: Request, match: Match, num_known: int, end: int, budget: int, num_kept: int = 0) -> int:
+        """Return the blocks that must be free to begin the load of the pages after `match` up to `end`.
+
+        `num_kept`: blocks to leave free.
+        """
 
     @abstractmethod
     def fits(self, request: Request, match: Match, num_known: int, end: int, num_kept: int, budget: int) -> bool:
@@ -261,9 +278,11 @@ class Loads:
         if self.offers is not None:
             self.offers.recognise(request.content)
 
-    def connect(self, running: Running, aligned_tokens: AlignedTokens | None) -> None:
-        """Take note of the running requests of the scheduler, and of its rule for chunks that end at pages."""
-        self._waits.connect(running, aligned_tokens)
+    def connect(
+        self, running: Running, num_planned: Callable[[Request], int], aligned_tokens: AlignedTokens | None
+    ) -> None:
+        """Connect the strategy to the scheduler, as Waits.connect."""
+        self._waits.connect(running, num_planned, aligned_tokens)
 
     def found(self, request: Request, match: Match) -> Match:
         """Return what the device and the load of `request` have together; for whole pages, what the device has."""
@@ -359,6 +378,7 @@ class Loads:
         load = LoadUnderWay(request, tiers.num_transfers, start, front_end, end, weighed.by_tier)
         self.loading[request.index] = load
         table = request.table = self._waits.open(request, match, num_known, weighed.num_front, end)
+        self._cache.states.begin(table, max(request.num_prompt_tokens, num_known - 1))
         request.become(RequestState.LOADING)
         num_loaded = weighed.num_pages - weighed.num_front
         load.end_ns = tiers.start_load(
@@ -371,8 +391,8 @@ class Loads:
         self._waits.begun(load)
         return True
 
-    def num_to_load(self, request: Request, match: Match, num_known: int, budget: int) -> int:
-        """Return the blocks that must be free to load what the tiers have for `request` after `match`.
+    def num_to_load(self, request: Request, match: Match, num_known: int, budget: int, num_kept: int) -> int:
+        """Return the blocks that must be free to load what the tiers have for `request`, with `num_kept` to leave free.
 
         Where groups keep less than all tokens, that may be fewer than computing takes. At least MOST_COUNT for whole
         pages, or if the tiers have nothing.
@@ -383,12 +403,12 @@ class Loads:
         offer = tiers.lookup(request.index, request.content, match.num_pages, self._limit(num_known))
         if offer is None:
             return MOST_COUNT
-        num_wanted = waits.wanted(request, match, num_known, match.num_pages + offer.num_pages, budget)
+        num_wanted = waits.wanted(request, match, num_known, match.num_pages + offer.num_pages, budget, num_kept)
         for depth in range(len(offer.by_tier) - 1, 0, -1):
             if any(offer.by_tier[:depth]):
                 offers.offer_up_to(request.index, depth)
                 end = match.num_pages + sum(offer.by_tier[:depth])
-                num_wanted = min(num_wanted, waits.wanted(request, match, num_known, end, budget))
+                num_wanted = min(num_wanted, waits.wanted(request, match, num_known, end, budget, num_kept))
         tiers.forget(request.index)
         return num_wanted
 

@@ -22,7 +22,14 @@ if TYPE_CHECKING:
         Weighed,
     )
 
-__all__ = ["GroupOffers", "LowerTiers", "Offers", "StepTimes", "Stores", "Transfers"]
+__all__ = [
+    "GroupOffers",
+    "LowerTiers",
+    "Offers",
+    "Stores",
+    "TiersBelow",
+    "Transfers",
+]
 
 
 class Offers(Protocol):
@@ -135,17 +142,6 @@ class Transfers(Protocol):
     Promises: pages that a transfer reads or writes are held until it ends, even if its request is cancelled.
     """
 
-    @property
-    def has_work(self) -> bool:
-        """Whether a transfer is under way or about to begin, or a load has ended and was not taken."""
-
-    @property
-    def next_ns(self) -> int:
-        """The end of the next transfer to end, in virtual time; NEVER_NS without one."""
-
-    def advance_to(self, now_ns: int) -> bool:
-        """End the transfers that are due by `now_ns`; return whether there were any."""
-
     def take_planned(self) -> tuple[Transfer, ...]:
         """Return the transfers that an executor has to begin with this step."""
 
@@ -165,8 +161,22 @@ class Transfers(Protocol):
         """End all transfers under way as failed, in virtual time."""
 
 
-class StepTimes(Protocol):
-    """How long steps take beside transfers."""
+class TiersBelow(Protocol):
+    """The tiers below one device, as a driver in virtual time and a report see them.
+
+    They are transfers under way, and how long steps take beside them.
+    """
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a transfer is under way or about to begin, or a load has ended and was not taken."""
+
+    @property
+    def next_ns(self) -> int:
+        """The end of the next transfer to end, in virtual time; NEVER_NS without one."""
+
+    def advance_to(self, now_ns: int) -> bool:
+        """End the transfers that are due by `now_ns`; return whether there were any."""
 
     def step_ns(self, now_ns: int, duration_ns: int) -> int:
         """Return the duration of the planned step, which starts at `now_ns` and would take `duration_ns` alone."""
@@ -174,21 +184,23 @@ class StepTimes(Protocol):
     def measure(self, num_tokens: int, num_decodes: int, duration_ns: int) -> None:
         """Record the duration of a real executor's step without transfers; `num_tokens`: computed prompt tokens."""
 
-
-class LowerTiers(Offers, Stores, Transfers, StepTimes, Protocol):
-    """The tiers below one device, as used by scheduler and engine: a caller of one role needs no other."""
-
-    tier_names: tuple[str, ...]
-
     @property
-    def layout(self) -> object:
-        """What transfers copy; below a device with KV groups, it is a GroupOffers."""
+    def tier_names(self) -> tuple[str, ...]:
+        """Their names, the fastest first."""
 
     def num_pages(self) -> tuple[int, ...]:
         """Return the used and cached pages of each tier, as consecutive pairs."""
 
     def totals(self) -> TransferTotals:
         """Return the totals of transfers so far."""
+
+
+class LowerTiers(Offers, Stores, Transfers, TiersBelow, Protocol):
+    """The tiers below one device, as used by scheduler and engine: a caller of one role needs no other."""
+
+    @property
+    def layout(self) -> object:
+        """What transfers copy; below a device with KV groups, it is a GroupOffers."""
 
     def holds(self) -> list[PinnedPages]:
         """Return the pages of the device that transfers hold."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, Protocol
 
 from mypy_extensions import mypyc_attr
 
+from kvarts.base.user_code import added_state, set_state
 from kvarts.core.request import Request, RequestState
 
-__all__ = ["NEVER_NS", "AdmissionPolicy", "PriorityPolicy", "WaitingQueue"]
+__all__ = ["NEVER_NS", "AdmissionPolicy", "ArrivalPolicy", "PriorityPolicy", "QueuePolicy", "WaitingQueue"]
 
 NEVER_NS: Final = (1 << 62) - 1
 
@@ -59,6 +61,15 @@ class PriorityPolicy:
         """No queue is empty, unless it is the only one: requests of one priority may come and go one by one."""
         self._top: deque[Request] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a subclass adds: a copy has no requests, which belong to one engine."""
+        return added_state(self, ("_by_priority", "_top"))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the attributes of a copy, which has no requests."""
+        PriorityPolicy.__init__(self)
+        set_state(self, state)
+
     def push(self, request: Request) -> None:
         """Add `request` after those of its priority; a former head before them."""
         queue = self._by_priority.get(request.priority)
@@ -99,6 +110,99 @@ class PriorityPolicy:
     def __iter__(self) -> Iterator[Request]:
         for priority in sorted(self._by_priority, reverse=True):
             yield from self._by_priority[priority]
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class ArrivalPolicy:
+    """Larger priorities first, then earlier arrivals, then ids in the order of their text: vLLM's policy `priority`.
+
+    A preempted request returns to its place in this order. The number of a request without an id serves as its id.
+    """
+
+    __slots__ = ("_keys", "_requests")
+
+    def __init__(self) -> None:
+        self._keys: list[tuple[int, int, str, int]] = []
+        self._requests: dict[int, Request] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a subclass adds: a copy has no requests, which belong to one engine."""
+        return added_state(self, ("_keys", "_requests"))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the attributes of a copy, which has no requests."""
+        ArrivalPolicy.__init__(self)
+        set_state(self, state)
+
+    def push(self, request: Request) -> None:
+        """Add `request` in its place."""
+        insort(self._keys, _arrival_key(request))
+        self._requests[request.index] = request
+
+    def remove(self, request: Request) -> None:
+        """Remove `request`."""
+        del self._keys[bisect_left(self._keys, _arrival_key(request))]
+        del self._requests[request.index]
+
+    def head(self, now_ns: int) -> Request:
+        """Return the first request."""
+        return self._requests[self._keys[0][-1]]
+
+    def holds_until_ns(self, now_ns: int) -> int:
+        """Return NEVER_NS: the order does not change with time."""
+        return NEVER_NS
+
+    def num_ahead(self, request: Request) -> int:
+        """Return the number of requests ahead of `request`."""
+        return bisect_left(self._keys, _arrival_key(request))
+
+    def __iter__(self) -> Iterator[Request]:
+        for *_, index in self._keys:
+            yield self._requests[index]
+
+
+class QueuePolicy:
+    """First come, first served; a request that is preempted comes again. As SGLang's queue, which may be arranged."""
+
+    __slots__ = ("_queue",)
+
+    def __init__(self) -> None:
+        self._queue: deque[Request] = deque()
+
+    def push(self, request: Request) -> None:
+        """Add `request` at the end."""
+        self._queue.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Remove `request`. Takes time linear in its place."""
+        if self._queue[0] is request:
+            self._queue.popleft()
+        else:
+            self._queue.remove(request)
+
+    def head(self, now_ns: int) -> Request:
+        """Return the first request."""
+        return self._queue[0]
+
+    def holds_until_ns(self, now_ns: int) -> int:
+        """Return NEVER_NS: the order does not change with time."""
+        return NEVER_NS
+
+    def num_ahead(self, request: Request) -> int:
+        """Return the number of requests ahead of `request`, which was just pushed."""
+        return len(self._queue) - 1
+
+    def arrange(self, requests: Iterable[Request]) -> None:
+        """Put the waiting requests in this order; requests that come are last."""
+        self._queue = deque(requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._queue)
+
+
+def _arrival_key(request: Request) -> tuple[int, int, str, int]:
+    text = str(request.index) if request.request_id is None else request.request_id
+    return -request.priority, request.arrival_ns, text, request.index
 
 
 class WaitingQueue:

@@ -40,7 +40,8 @@ class Preemptor:
     """Takes pages for running requests, and preempts others for them.
 
     `preemptions`: those of the step being planned, in order. `gave_way`: those for other models since the last step was
-    planned.
+    planned. `ends_steps`: a request that preempts itself ends the step for those admitted after it, as in vLLM 0.32 and
+    not in 0.33.
     """
 
     __slots__ = (
@@ -52,6 +53,7 @@ class Preemptor:
         "_pages",
         "_running",
         "_waiting",
+        "ends_steps",
         "gave_way",
         "last_end_ns",
         "preemptions",
@@ -73,6 +75,7 @@ class Preemptor:
         self._pages = pages
         self._mark = mark
         self._emit = emit
+        self.ends_steps = True
         self.tiers: LowerTiers | None = None
         self._page_size = running.wheel.page_size
         self._page_blocks = cache.page_blocks
@@ -154,10 +157,9 @@ class Preemptor:
     def _take_in_turn(self, turns: Iterable[Request], now_ns: int, unsettled: Collection[Request] = ()) -> bool:
         """Take a page for each decode that begins one, and preempt for it: there are not enough for all.
 
-        `turns`: these and the decodes in `unsettled`, in admission order. A request that has to preempt itself ends the
-        step, as in vLLM: none that was admitted after it computes.
+        `turns`: the decodes that begin a page and those in `unsettled`, in admission order.
         """
-        cache, wheel, blocks, page_size = self._cache, self._running.wheel, self._page_blocks, self._page_size
+        cache, wheel, page_size = self._cache, self._running.wheel, self._page_size
         served: set[int] = set()
         for request in turns:
             if request.admission < 0:
@@ -168,28 +170,42 @@ class Preemptor:
                 cache.count()
             if num_computed % page_size:
                 continue
+            blocks = cache.begin_blocks(num_computed // page_size)
             while not self._can_take(blocks) and not self.others_preempt_for(request, blocks):
                 admission = request.admission
                 if self._preempt_for(request, blocks, now_ns, served) is request:
-                    self._running.stall_after(admission, now_ns)
-                    for ended in self._running.ended:
-                        if ended.admission > admission:
-                            self._running.end_again(ended)
-                    return False
-            served.add(request.index)
-            cache.take_page(table_of(request), num_computed // page_size)
+                    break
+            else:
+                served.add(request.index)
+                cache.take_page(table_of(request), num_computed // page_size)
+                continue
+            if not self._goes_on_after(admission, now_ns):
+                return False
         return True
+
+    def _goes_on_after(self, admission: int, now_ns: int) -> bool:
+        """Return whether the step goes on after the request of `admission` preempted itself.
+
+        If not, requests admitted after it compute nothing.
+        """
+        if not self.ends_steps:
+            return True
+        running = self._running
+        running.stall_after(admission, now_ns)
+        for ended in running.ended:
+            if ended.admission > admission:
+                running.end_again(ended)
+        return False
 
     def take_turn(self, request: Request, num_pages: int, now_ns: int, served: set[int]) -> bool:
         """Preempt until `num_pages` can be taken for decode `request`, at its turn; return whether the step goes on.
 
-        `served`: the decodes that had their turns. A request that has to preempt itself ends the step.
+        `served`: the decodes that had their turns.
         """
         while not self._can_take(num_pages) and not self.others_preempt_for(request, num_pages):
             admission = request.admission
             if self._preempt_for(request, num_pages, now_ns, served) is request:
-                self._running.stall_after(admission, now_ns)
-                return False
+                return self._goes_on_after(admission, now_ns)
         return True
 
     def _preempt_for(self, asker: Request, num_pages: int, now_ns: int, served: set[int] | None) -> Request:

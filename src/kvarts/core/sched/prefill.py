@@ -30,6 +30,7 @@ class Prefill:
         "_aligned",
         "_batch",
         "_cache",
+        "_computing_step",
         "_emit",
         "_is_limited",
         "_itl",
@@ -45,6 +46,7 @@ class Prefill:
         "computing",
         "has_turns",
         "in_turn",
+        "is_held",
         "most_tokens",
         "turned",
     )
@@ -62,11 +64,15 @@ class Prefill:
         self.completing: list[Request] = []
         """Requests that compute the last of their known tokens in the scheduled step."""
         self.computing: dict[Request, int] = {}
-        """The chunks of the step being planned, if there is a lag."""
+        """The tokens that each request computes in the step being planned, if there is a lag, or tiers below."""
+        self._computing_step = -1
+        """Without a lag: the step that `computing` is of."""
         self.computed: list[int] | None = None
         """Indices of requests that computed their prompt, until they are taken; None if they are not recorded."""
         self.most_tokens: int = MOST_COUNT
         """The most tokens of one request in the step being planned."""
+        self.is_held = False
+        """Whether no chunk of a prompt goes on in the step being planned."""
         self.in_turn: list[Request] = []
         """Decodes that have their turns among the chunks of the step being planned."""
         self.turned: list[int] = []
@@ -116,6 +122,11 @@ class Prefill:
         if self._itl is not None:
             self._itl.num_beside = len(decodes)
             self._itl.tokens_beside = sum([request.num_known for request in decodes])
+
+    def num_planned(self, request: Request) -> int:
+        """Return how many tokens `request` computes in the step being planned."""
+        is_old = not self._running.lag and self._computing_step != self._running.wheel.step
+        return 0 if is_old else self.computing.get(request, 0)
 
     def has_room(self, request: Request, start: int, chunks: list[Chunk]) -> bool:
         """Return whether a chunk of `request` from `start` on may follow `chunks` within the bound of latency."""
@@ -188,8 +199,9 @@ class Prefill:
         """Compute the next chunk of each chunked request; return the rest of `budget`.
 
         Preempt for their pages, then make findable the pages that decodes fill. A request that has to preempt itself
-        ends the step for those after it. One that its own pages, or the bound of latency, keep from computing more
-        uses up the budget. As in vLLM, each takes its pages at its turn, also if it can be preempted in this step.
+        ends the step for those after it, if `Preemptor.ends_steps`. One that its own pages, or the bound of latency,
+        keep from computing more uses up the budget. As in vLLM, each takes its pages at its turn, also if it can be
+        preempted in this step.
         """
         cache, running = self._cache, self._running
         self._published = -1
@@ -201,8 +213,8 @@ class Prefill:
         num_most = 0
         is_cut = False
         for request in running.chunked.copy():
-            if request.admission < 0:
-                continue  # preempted for an earlier request
+            if request.admission < 0 or (self.is_held and request not in self.in_turn):
+                continue  # preempted for an earlier request, or not computed in this step
             start = request.num_computed
             num_left = request.num_prompt_tokens + request.num_output_tokens - start
             num_given = 0
@@ -240,7 +252,9 @@ class Prefill:
                     num_blocks = max(0, cache.needs.to_run(request.table, start, start + num_tokens))
                     num_decoding = running.wheel.num_decoding
                     if not self._preemptor.make_room(request, num_blocks, now_ns, planned):
-                        break
+                        if self._preemptor.ends_steps:
+                            break
+                        continue
                     budget += num_decoding - running.wheel.num_decoding
             planned[request.admission] = Planned(request, start + num_tokens)
         budget -= self._compute_planned(planned, chunks)
@@ -258,6 +272,8 @@ class Prefill:
             num_tokens = budget
         if num_tokens > self.most_tokens:
             num_tokens = self.most_tokens
+        if self.is_held and request not in self.in_turn:
+            num_tokens = 0
         num_freed = 0
         cache = self._cache
         if cache.releases and num_tokens > 0:
@@ -424,7 +440,9 @@ class Prefill:
             cache.extend(table, end, is_end=end == num_known)
         if self._loads is not None:
             self._note_full(request, table, start, end)
-        if running.lag:
+            if not running.lag and self._computing_step != running.wheel.step:
+                self.computing, self._computing_step = {}, running.wheel.step
+        if running.lag or self._loads is not None:
             self.computing[request] = end - start
 
 

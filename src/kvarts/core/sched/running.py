@@ -12,11 +12,13 @@ from kvarts.core.sched.wheel import DecodeWheel
 if TYPE_CHECKING:
     from kvarts.core.sched.input_batch import InputBatch
 
-__all__ = ["Running", "RunningOrder"]
+__all__ = ["Running", "RunningByArrival", "RunningOrder"]
 
 PREFILLING: Final = RequestState.PREFILLING
 DECODING: Final = RequestState.DECODING
 FINISHED: Final = RequestState.FINISHED
+ADMISSION_BITS: Final = 40
+"""Bits of a place in the order of admission, in the seniority of requests that arrive at the same time."""
 
 
 class RunningOrder:
@@ -40,8 +42,9 @@ class RunningOrder:
         same = self._by_priority.get(request.priority)
         if same is None:
             same = self._by_priority[request.priority] = {}
-        if request.seniority >= request.admission:
+        if not same or next(reversed(same)) < request.seniority:
             same[request.seniority] = request
+            self._num_loaded += request.seniority < request.admission
             return
         junior = []  # those that were admitted while it was loaded: few of all that run
         while same and next(reversed(same)) > request.seniority:
@@ -50,7 +53,7 @@ class RunningOrder:
         while junior:
             seniority, other = junior.pop()
             same[seniority] = other
-        self._num_loaded += 1
+        self._num_loaded += request.seniority < request.admission
 
     def remove(self, request: Request) -> None:
         """Remove a request that ended or was preempted."""
@@ -268,9 +271,14 @@ class Running(RunningOrder):
 
     def has_decodes_after(self, admission: int) -> bool:
         """Return whether a decode that takes pages was admitted after `admission`."""
-        return any(
-            request.admission > admission and request.state is DECODING and request.own is None for request in self
-        )
+        for same in self._by_priority.values():
+            for request in reversed(same.values()):
+                if request.admission > admission:
+                    if request.state is DECODING:
+                        return True
+                elif not self._num_loaded and request.seniority == request.admission:
+                    break  # those before it were admitted earlier
+        return False
 
     def may_repeat(self) -> bool:
         """Return whether a running request may fill a page that others can find already, until it is evicted."""
@@ -348,12 +356,13 @@ class Running(RunningOrder):
         If it stops, the next step computes that token.
         """
         assert request.table is not None
-        self._cache.stop_decoding(request.table, -(-request.num_computed // self._page_size))
         self._count_recomputed(request)
         self.ended.append(request)
         if request.stops and self.lag:
             self.wheel.join(request)
             self.num_sharing += self.shares(request)
+        else:
+            self._cache.stop_decoding(request.table, -(-request.num_computed // self._page_size))
 
     def end_again(self, request: Request) -> None:
         """Take `request`, which has ended, off the wheel, if it computes the token that ended it."""
@@ -428,7 +437,7 @@ class Running(RunningOrder):
         """Return how many pages running `request` holds."""
         table = request.table
         assert table is not None
-        if table.page_ids is not None or request.state is not DECODING:
+        if table.page_ids is not None or request.state is PREFILLING:
             return table.num_pages
         return max(table.num_pages, -(-self.num_computed(request) // self._page_size))
 
@@ -445,3 +454,28 @@ class Running(RunningOrder):
             assert request.table is not None
             held.append((request.table, self.num_pages_of(request)))
         return held
+
+
+class RunningByArrival(Running):
+    """Running requests that are preempted by arrival, the latest first; among equal arrivals, the first admitted.
+
+    This is the rule of vLLM's policy `priority`.
+    """
+
+    __slots__ = ()
+
+    def add(self, request: Request) -> None:
+        """Add `request`, which has a larger `admission` than all before."""
+        request.seniority = (request.arrival_ns << ADMISSION_BITS) + (1 << ADMISSION_BITS) - 1 - request.admission
+        super().add(request)
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether requests in the order of preemption, the last one first, are in admission order."""
+        last = -1
+        for priority in sorted(self._by_priority, reverse=True):
+            for request in self._by_priority[priority].values():
+                if request.admission < last:
+                    return False
+                last = request.admission
+        return True

@@ -26,6 +26,7 @@ from kvarts.core.request import NEXT_STATES, Request, RequestState
 from kvarts.core.sched.page_source import PageSource
 from kvarts.core.sched.plan import Batch, DraftRows, StepPlan, StepResult
 from kvarts.core.sched.policy import WaitingQueue
+from kvarts.core.sched.running import Running
 from kvarts.core.sched.state import SchedulerState
 from kvarts.core.sched.step import AGAIN, PASS, TAKEN, Ask, Step
 
@@ -71,6 +72,7 @@ class Scheduler(SchedulerState):
         lag: int = 0,
         finds_prefixes: bool = True,
         num_kept: int = 0,
+        running: type[Running] = Running,
     ) -> None:
         super().__init__(
             config,
@@ -83,6 +85,7 @@ class Scheduler(SchedulerState):
             lag=lag,
             finds_prefixes=finds_prefixes,
             num_kept=num_kept,
+            running=running,
         )
         self.handoffs: Handoffs | None = None
         """Requests that two engines work on."""
@@ -198,7 +201,7 @@ class Scheduler(SchedulerState):
 
     def schedule(self, now_ns: int) -> StepPlan:
         """Plan the step that starts at `now_ns` and take its pages. `commit` must follow."""
-        planned, rows, loads, number = self.schedule_batch(now_ns), self.running.batch, self.loads, self.wheel.step
+        planned, rows, loads, number = self.schedule_batch(now_ns), self.running.batch, self.loads, self.wheel.num_steps
         step = self.step
         admitted = tuple(step.admitted)
         if rows is None:
@@ -220,43 +223,50 @@ class Scheduler(SchedulerState):
 
     def schedule_batch(self, now_ns: int) -> Batch:
         """Do what `schedule` does, for an executor that needs to know only the work of the step, and return that."""
-        hooks, wheel, running, preemptor, step = self.hooks, self.wheel, self.running, self.preemptor, self.step
+        step, preemptor = self.step, self.preemptor
         step.begin(now_ns)
         self.mark.used = -1  # the next look sets the mark
         self.num_pages_wanted = self._least_wanted = 0
-        for begin in hooks.before:
+        for begin in self.hooks.before:
             begin(step)
-        for take_turns in hooks.turns:
-            if take_turns(step):
-                break
-        else:
-            if (num_due := wheel.pages_due()) and not preemptor.take_due(num_due, now_ns):
-                step.is_cut = True
-        step.budget = self.pages.token_budget - wheel.num_decoding - step.num_drafted
-        if running.chunked and step.budget > 0 and not step.is_cut:
-            # A part of a budget may be just enough for the decodes.
-            step.budget = self.prefill.resume(step.budget, now_ns, step.chunks)
-        elif running.num_sharing:
-            self._publish_filled()
-        for resume in hooks.resumes:
-            resume(step)
+        self._schedule_running(step)
         if self.session_pages.waiting:
             self._admit_with_pages(step)
         if preemptor.preemptions:
             self.blocked = NOT_BLOCKED
         elif (self.waiting.num_waiting and not self.pages.is_draining) or step.has_loaded:
             self._admit(step)
-        for close in hooks.closing:
+        for close in self.hooks.closing:
             close(step)
         self.cache.look(self.mark)
-        num_decodes = step.num_decodes = wheel.num_decoding
-        step.known_tokens = wheel.known_tokens if num_decodes else 0
-        for note in hooks.planned:
+        step.num_decodes = 0 if step.rests else self.wheel.num_decoding
+        step.known_tokens = self.wheel.known_tokens if step.num_decodes else 0
+        for note in self.hooks.planned:
             note(step)
         if preemptor.preemptions or preemptor.gave_way:
             step.preempted = preemptor.take_preemptions()
             step.is_cut = False
         return Batch(tuple(step.chunks), step.num_decodes, step.known_tokens, self._pool_tokens)
+
+    def _schedule_running(self, step: Step) -> None:
+        """Give the decodes their tokens and pages, then the requests that have begun what is left of the budget."""
+        hooks, wheel, running = self.hooks, self.wheel, self.running
+        for take_turns in hooks.turns:
+            if take_turns(step):
+                break
+        else:
+            if (num_due := wheel.pages_due()) and not self.preemptor.take_due(num_due, step.now_ns):
+                step.is_cut = True
+        step.budget = self.pages.token_budget - step.num_drafted
+        if not step.rests:
+            step.budget -= wheel.num_decoding
+        if running.chunked and step.budget > 0 and not step.is_cut:
+            # A part of a budget may be just enough for the decodes.
+            step.budget = self.prefill.resume(step.budget, step.now_ns, step.chunks)
+        elif running.num_sharing:
+            self._publish_filled()
+        for resume in hooks.resumes:
+            resume(step)
 
     def _publish_filled(self) -> None:
         """Make the pages findable that decodes fill in a step without chunks of requests admitted before."""
@@ -320,7 +330,7 @@ class Scheduler(SchedulerState):
         if emit is not None:
             self.emitted_blocked = None
             reach = self.cache.reach(request.content, self.memory.most_pages(ask.num_known))
-            emit(Admitted(request.index, request.content, ask.match.num_pages, reach=reach))
+            emit(Admitted(request.index, request.content, ask.match.num_pages, ask.below, reach))
         request.table = self.cache.open(ask.match)
         for prepare in self.hooks.starts:
             prepare(ask, step)
@@ -350,7 +360,7 @@ class Scheduler(SchedulerState):
         stopped = NONE
         if result is not None and self.running.batch is not None:
             stopped = self._read(self.running.batch, result)
-        finished = self._end_decodes(1, end_ns, stopped)
+        finished = self._end_decodes(0 if self.step.rests else 1, end_ns, stopped)
         prefill = self.prefill
         completing = prefill.completing
         if finished and not (completing and prefill.has_turns):
@@ -370,6 +380,8 @@ class Scheduler(SchedulerState):
                 self._finish_all(completed, end_ns)
         for end in self.hooks.after:
             end(completing, end_ns)
+        for report in self.hooks.reports:
+            finished = report(finished)
         return finished
 
     def _read(self, batch: InputBatch, result: StepResult) -> frozenset[Request]:
@@ -402,7 +414,10 @@ class Scheduler(SchedulerState):
         running = self.running
         if running.chunked or self.session_pages.waiting or running.stalled:
             return 0
-        return self.leaps.num_steps(now_ns, self.blocked, self.blocked_head, self._least_wanted)
+        num_steps = self.leaps.num_steps(now_ns, self.blocked, self.blocked_head, self._least_wanted)
+        for bound in self.hooks.bounds:
+            num_steps = bound(num_steps)
+        return num_steps
 
     def advance(self, num_steps: int, *, starts_ns: Sequence[int] = ()) -> Leap:
         """Do `num_steps` of the steps that `horizon` promised, or fewer if memory ends the leap earlier.
@@ -412,6 +427,7 @@ class Scheduler(SchedulerState):
         """
         cache = self.cache
         if cache.decodes is not None:
+            self.running.in_flight = {}  # no chunk is computed in these steps
             is_lacking = self.waiting.num_waiting and self.blocked is FOR_PAGES
             num_wanted = self._least_wanted - self.pages.num_lent() if is_lacking else 0
             return cache.decodes.leap(num_steps, num_wanted, self.wheel.step, starts_ns)
@@ -420,7 +436,7 @@ class Scheduler(SchedulerState):
             assert not cache.pool.has_ids, "page ids are handed out one step at a time"
             cache.take_pages(due.total)
         self.publish_taken(num_steps)
-        return Leap(due)
+        return Leap(due, cache.unmoved(num_steps))
 
     def publish_taken(self, num_steps: int) -> None:
         """Do the rest of `advance` once the pages are taken; several models take theirs in the order of their turns."""
@@ -432,6 +448,8 @@ class Scheduler(SchedulerState):
         finished = self.commit_many(num_steps, end_ns)
         for end in self.hooks.after:
             end([], end_ns)
+        for report in self.hooks.reports:
+            finished = report(finished)
         return finished
 
     def commit_many(self, num_steps: int, end_ns: int) -> list[Request]:
@@ -515,7 +533,7 @@ class Scheduler(SchedulerState):
         self.running.publish_late()
         for request in (*self.waiting, *self.session_pages.waiting):
             assert request.state in WAITING or request.state is LOADED, f"{request!r} waits"
-        held = self.running.tables()
+        held = self.running.tables() + self.cache.held()
         holds = []
         if self.loads is not None:
             held += self.loads.tables()

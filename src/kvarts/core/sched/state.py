@@ -24,7 +24,8 @@ from kvarts.core.sched.wheel import DecodeWheel
 if TYPE_CHECKING:
     from kvarts.core.sched.input_batch import InputBatch
     from kvarts.core.sched.loads import Loads
-    from kvarts.core.sched.lower_tiers import LowerTiers
+    from kvarts.core.sched.lower_tiers import LowerTiers, TiersBelow
+    from kvarts.core.tiers.hicache import HostCopies
 
 __all__ = ["SchedulerState"]
 
@@ -39,7 +40,8 @@ class SchedulerState:
     queue; its policy chooses the next request. `batch`: rows for an executor that needs page ids; plans then name
     pages, rows and tokens. `emit` receives page and request events. `pins`: pages that are kept in use without a
     request, or None. `lag`: 1 if the next step is planned while one runs, see Running. `finds_prefixes`: whether
-    requests find cached pages. `num_kept`: blocks that an admission leaves free if a request runs.
+    requests find cached pages. `num_kept`: blocks that an admission leaves free if a request runs. `running`: the order
+    in which running requests are preempted.
 
     `hooks` follows: the gates of the head of the queue, and what parts do in a step.
     """
@@ -57,6 +59,7 @@ class SchedulerState:
         lag: int = 0,
         finds_prefixes: bool = True,
         num_kept: int = 0,
+        running: type[Running] = Running,
     ) -> None:
         assert not lag or batch is None, "rows and tokens are those of the last step"
         self.config = config
@@ -66,7 +69,7 @@ class SchedulerState:
         self.waiting = waiting
         self.emit = emit
         self.wheel = DecodeWheel(config.page_size)
-        self.running = Running(cache, self.wheel, batch, plans_ahead=lag > 0)
+        self.running = running(cache, self.wheel, batch, plans_ahead=lag > 0)
         self.session_pages = SessionPagesInUse(cache, emit)
         self.mark = Mark()
         self.mark.parts = cache.counts()
@@ -79,6 +82,8 @@ class SchedulerState:
         self.leaps = Horizon(self.running, waiting, cache, pages, orders_matter=emit is not None)
         self.loads: Loads | None = None
         """Requests that wait for a tier below the device."""
+        self.host: HostCopies | None = None
+        """Host memory that no request waits for."""
         self.hooks = Hooks((self.memory.find, self.memory.fits))
         self.blocked = NOT_BLOCKED
         """Why the head waits; NOT also if no request waits, or if the head was not examined since a change."""
@@ -124,8 +129,13 @@ class SchedulerState:
 
     @property
     def tiers(self) -> LowerTiers | None:
-        """The tiers below the device."""
+        """The tiers below the device that requests wait for."""
         return None if self.loads is None else self.loads.tiers
+
+    @property
+    def below(self) -> TiersBelow | None:
+        """The tiers below the device, whether requests wait for them or not."""
+        return self.host if self.loads is None else self.loads.tiers
 
     @property
     def waiting_with_pages(self) -> deque[Request]:
@@ -135,7 +145,7 @@ class SchedulerState:
     @property
     def has_sides(self) -> bool:
         """Whether `side_counts` is not empty."""
-        return bool(self.cache.counts()) or self.loads is not None
+        return bool(self.cache.counts()) or self.below is not None
 
     @property
     def has_work(self) -> bool:
@@ -167,11 +177,11 @@ class SchedulerState:
     def side_counts(self) -> tuple[int, ...]:
         """Return the used and cached counts of each tier below the device, then of each KV group, in pairs."""
         counts = self.cache.counts()
-        return counts if self.tiers is None else self.tiers.num_pages() + counts
+        return counts if self.below is None else self.below.num_pages() + counts
 
     def side_counts_at_mark(self) -> tuple[int, ...]:
         """Return the same at the mark of the last scheduled step."""
-        return self.mark.parts if self.tiers is None else self.tiers.num_pages() + self.mark.parts
+        return self.mark.parts if self.below is None else self.below.num_pages() + self.mark.parts
 
     def num_evicted_parts(self) -> tuple[int, ...]:
         """Return the number of evicted parts of each KV group."""

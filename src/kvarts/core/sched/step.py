@@ -63,10 +63,12 @@ class Ask:
     `match`: the pages that it finds. `hit_tokens`: the tokens that it need not compute, of `num_known`. `num_new`: the
     most tokens of its first chunk; `num_most`: the same, where chunks may end anywhere. `num_wanted`: the blocks that
     it needs, `num_kept` of them to be left free; `least`: a lower bound of that for as long as it waits for memory.
-    `num_padded`: the tokens of a draft that its first token has room for.
+    `num_padded`: the tokens of a draft that its first token has room for. `below`: the last pages of `match`, by the
+    name of the tier that they are loaded from while it computes.
     """
 
     __slots__ = (
+        "below",
         "hit_tokens",
         "least",
         "match",
@@ -90,6 +92,9 @@ class Ask:
     least: int
     num_padded: int
 
+    def __init__(self) -> None:
+        self.below: tuple[tuple[str, int], ...] | None = None
+
 
 class Step:
     """The step being planned, and then the step that was planned last. Written by the scheduler and its parts.
@@ -105,6 +110,7 @@ class Step:
         "chunks",
         "has_loaded",
         "is_cut",
+        "is_idle",
         "known_tokens",
         "now_ns",
         "num_decodes",
@@ -112,6 +118,7 @@ class Step:
         "num_joined",
         "num_leaving",
         "preempted",
+        "rests",
     )
 
     def __init__(self, now_ns: int) -> None:
@@ -128,6 +135,10 @@ class Step:
         """Running requests that left when it was planned: it computes their tokens, in their memory."""
         self.is_cut = False
         """Whether a request preempted itself: none that was admitted after it computes."""
+        self.rests = False
+        """Whether its decodes compute nothing. Written by a part for every step; False in an engine without that."""
+        self.is_idle = False
+        """Whether it computes nothing and takes the time of a step. Written like `rests`."""
         self.has_loaded = False
         """Whether a request can go on whose load has ended or can be used."""
         self.begin(now_ns)
@@ -158,15 +169,18 @@ class Acts:
 
     `ending`: a step, or the last of several, ends at a time. `after`: it has ended; with the requests that computed the
     last of their known tokens in it. `finishes`: a request has generated its last token; returns whether the part keeps
-    it. `given_up`: a request is about to be cancelled. `drops`: a request is cancelled that does not run; returns
-    whether the part had it. `changes`: returns whether the next step differs from the last one. `has_any`: returns
-    whether the part has requests that neither run nor wait in the queue.
+    it. `reports`: requests have finished; returns those whose ends are reported now. `leaving`: a request that was kept
+    so is about to be released. `given_up`: a request is about to be cancelled. `drops`: a request is cancelled that
+    does not run; returns whether the part had it. `changes`: returns whether the next step differs from the last one.
+    `bounds`: returns how many of a number of identical steps are certain. `has_any`: returns whether the part has
+    requests that neither run nor wait in the queue.
     """
 
     __slots__ = (
         "after",
         "before",
         "blocked",
+        "bounds",
         "changes",
         "closing",
         "drops",
@@ -176,7 +190,9 @@ class Acts:
         "gates",
         "given_up",
         "has_any",
+        "leaving",
         "planned",
+        "reports",
         "resumes",
         "started",
         "starts",
@@ -199,9 +215,12 @@ class Acts:
         ending: Callable[[int], None] | None = None,
         after: Callable[[list[Request], int], None] | None = None,
         finishes: Callable[[Request, int], bool] | None = None,
+        reports: Callable[[list[Request]], list[Request]] | None = None,
+        leaving: Callable[[Request], None] | None = None,
         drops: Callable[[Request], bool] | None = None,
         given_up: Callable[[Request], None] | None = None,
         changes: Callable[[], bool] | None = None,
+        bounds: Callable[[int], int] | None = None,
         has_any: Callable[[], bool] | None = None,
     ) -> None:
         self.gates = gates
@@ -217,9 +236,12 @@ class Acts:
         self.ending = ending
         self.after = after
         self.finishes = finishes
+        self.reports = reports
+        self.leaving = leaving
         self.drops = drops
         self.given_up = given_up
         self.changes = changes
+        self.bounds = bounds
         self.has_any = has_any
 
 
@@ -242,7 +264,10 @@ class Hooks:
         self.ending = tuple([part.ending for part in parts if part.ending is not None])
         self.after = tuple([part.after for part in parts if part.after is not None])
         self.finishes = tuple([part.finishes for part in parts if part.finishes is not None])
+        self.reports = tuple([part.reports for part in parts if part.reports is not None])
+        self.leaving = tuple([part.leaving for part in parts if part.leaving is not None])
         self.drops = tuple([part.drops for part in parts if part.drops is not None])
         self.given_up = tuple([part.given_up for part in parts if part.given_up is not None])
         self.has_any = tuple([part.has_any for part in parts if part.has_any is not None])
+        self.bounds = tuple([part.bounds for part in parts if part.bounds is not None])
         self.changes = tuple([part.changes for part in parts if part.changes is not None])

@@ -86,6 +86,7 @@ class DecodeWheel:
         "_slots_due",
         "num_decoding",
         "num_full",
+        "num_rests",
         "page_size",
         "step",
         "window_places",
@@ -94,6 +95,8 @@ class DecodeWheel:
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.step = 0
+        self.num_rests = 0
+        """Steps that have passed without the wheel, as its decodes computed nothing."""
         self.num_decoding = 0
         self._base_sum = 0
         self._num_due = [0] * page_size
@@ -216,6 +219,11 @@ class DecodeWheel:
     # Questions --------------------------------------------------------------------------------------------
 
     @property
+    def num_steps(self) -> int:
+        """All steps that have passed: the number of the next one in events."""
+        return self.step + self.num_rests
+
+    @property
     def known_tokens(self) -> int:
         """The known tokens of all decoding requests in the next step; for bounded ones, the tokens that they see."""
         return self.known_tokens_after(0)
@@ -318,6 +326,23 @@ class DecodeWheel:
         """
         due, size = self._num_due, self.page_size
         return lag + next(offset for offset in range(1 - lag, size + 1) if due[(self.step + offset) % size])
+
+    def steps_before(self, places: Sequence[int], most: int) -> int:
+        """Return how many of the next `most` steps pass before any request computes a token at one of `places`.
+
+        0 if some request brings its own pages.
+        """
+        size, step = self.page_size, self.step
+        if self.num_decoding > self._num_growing:
+            return 0
+        for slot in self._slots_due:
+            for place in places:
+                num_steps = (slot + place - step) % size
+                if num_steps < most:
+                    most = num_steps
+                    if not most:
+                        return 0
+        return most
 
     def steps_to_finish(self) -> int:
         """Return the number of steps until any request samples its last token, that step included."""

@@ -18,6 +18,7 @@ from kvarts.base.limits import (
     brief,
     check_number,
     check_whole,
+    whole_number,
 )
 from kvarts.base.settings import Section, SettingError, setting
 from kvarts.base.units import meant_size, parse_bytes, parse_rate
@@ -35,7 +36,7 @@ __all__ = ["TIERS", "LoadKv", "OffloadConfig", "TierConfig", "TierKind", "TierSc
 TierKind = Literal["memory", "files"]
 TierScope = Literal["engine", "all"]
 LoadOverlap = Literal["none", "layers"]
-OffloadPolicy = Literal["eager", "lazy"]
+OffloadPolicy = Literal["eager", "lazy", "exclusive"]
 PreemptionMode = Literal["swap", "recompute"]
 
 Size = int | str
@@ -165,23 +166,29 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `tiers`: the list of tiers, the fastest first. Host memory alone, or with files, has a short form: `host_pages` or
     `host_memory`, the size of host memory. Without any, nothing is stored. `policy`: `eager` stores a page in the step
     after it became complete; `lazy` stores cached pages so that the next `target_free` allocated pages lose nothing
-    (default: eight times the pages of a step's token budget, but at most an eighth of host memory, and at least twice
-    the budget). `h2d`, `d2h`: bandwidth to and from the device; `latency_us` is added to every transfer.
-    `kv_bytes_per_token`: bytes of a token; the default is that of Llama 3.1 8B in 16 bits. `full_prompt_hits`: a load
-    may cover a whole prompt; then only its last token is computed again. `workers`: how many must report a transfer
-    before it is complete. `preemption_mode`: with `swap`, pages that only a preempted request can find, those of
-    generated tokens without ids, are stored in host memory until it ends; with `recompute` they are not.
-    `load_overlap`: with `layers`, the first step of a request computes one of `num_layers` layers while later ones are
-    loaded; with `none` it waits for its whole load. `load_kv`: with `placed`, a request that waits for its load has a
-    place among the running requests and all pages of its prompt; with `async` it has no place, and only the pages that
-    are loaded or found, as with vLLM's `load_kv_async`; with `sync` it runs at once, and the step lasts as long as the
-    load.
+    (default: eight times the pages of a step's token budget, but at most an eighth of host memory, and at least
+    twice the budget); `exclusive` does so too, and pages that are loaded leave host memory if it is nearly full, so
+    that device and host memory hold different pages. `h2d`, `d2h`: bandwidth to and from the device; `latency_us`
+    is added to every transfer. `kv_bytes_per_token`: bytes of a token; the default is that of Llama 3.1 8B in 16
+    bits. `full_prompt_hits`: a load may cover a whole prompt; then only its last token is computed again.
+    `workers`: how many must report a transfer before it is complete. `preemption_mode`: with `swap`, pages that
+    only a preempted request can find, those of generated tokens without ids, are stored in host memory until it
+    ends; with `recompute` they are not. `load_overlap`: with `layers`, the first step of a request computes one of
+    `num_layers` layers while later ones are loaded; with `none` it waits for its whole load. `load_kv`: with
+    `placed`, a request that waits for its load has a place among the running requests and all pages of its prompt;
+    with `async` it has no place, and only the pages that are loaded or found, as with vLLM's `load_kv_async`; with
+    `sync` it runs at once, and the step lasts as long as the load.
 
     `disk_pages` or `disk_memory`: the size of the files below host memory, which are written as soon as a page is in
     host memory; `disk_read`, `disk_write` and `disk_latency_us` are those of the files. `store_within_ms`: a page is
     stored once its channel could carry it within this time, and stays wanted until then. `deadline_s`: a transfer that
     an executor has not reported within this time counts as failed; in virtual time, ends are known. `fail_every`: one
     in `fail_every` transfers fails; 0: no transfer does.
+
+    >>> from kvarts import OffloadConfig, ReplayConfig, replay
+    >>> config = ReplayConfig(num_pages=2_000, page_size=512, offload=OffloadConfig(host_pages=4_000, policy="lazy"))
+    >>> sorted(replay("sample:mooncake", config).summary["prefix_hit_ratio_by_tier"])
+    ['device', 'host']
     """
 
     tiers: tuple[TierConfig, ...] = ()
@@ -207,7 +214,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     policy: Annotated[
         OffloadPolicy,
         setting(
-            "Store a page below as soon as it is complete, or when its eviction comes near.",
+            "Store a page below when it is complete, before its eviction, or also move it back when it is loaded.",
             flag="--offload",
         ),
     ] = "eager"
@@ -314,8 +321,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 check_whole(count, pages, least=0, most=MOST_PAGES)
             if size is not None:
                 check_whole(bytes_of(size, memory), memory, least=0, most=MOST_BYTES)
-        if self.policy not in ("eager", "lazy"):
-            raise SettingError(f"must be 'eager' or 'lazy', got {self.policy!r}", "policy")
+        if self.policy not in get_args(OffloadPolicy):
+            raise SettingError(f"must be 'eager', 'lazy' or 'exclusive', got {self.policy!r}", "policy")
         if self.preemption_mode not in ("swap", "recompute"):
             raise SettingError(f"must be 'swap' or 'recompute', got {self.preemption_mode!r}", "preemption_mode")
         if self.load_overlap not in ("none", "layers"):
@@ -436,7 +443,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         else:
             num_units = bytes_of(tier.size, size) // unit_bytes
             if not num_units:
-                shown = f"{tier.size} bytes" if str(tier.size).strip().isdecimal() else tier.size
+                shown = f"{tier.size} bytes" if whole_number(str(tier.size).strip()) is not None else tier.size
                 raise SettingError(
                     f"{shown} hold no {unit} of {unit_bytes:,} bytes", size, hint=meant_size(tier.size, unit_bytes)
                 )
@@ -450,7 +457,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def is_lazy(self) -> bool:
         """Whether stores depend on the next evictions of the device."""
-        return self.policy == "lazy"
+        return self.policy != "eager"
 
     def to_builtins(self) -> dict[str, Any]:
         """Return the settings as a report has them: the list of tiers, or its short form."""

@@ -74,6 +74,11 @@ class FileTier(MemoryTier):
         self._recognise(content, min(end, content.num_known_pages))
         return super().held(content, start, end)
 
+    def absent(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
+        """Return the stretches of pages [start, end) that are neither here nor coming; earlier processes count."""
+        self._recognise(content, min(end, content.num_known_pages))
+        return super().absent(content, start, end)
+
     def prepare_store(
         self, content: Content, start: int, end: int, *, deepest_first: bool = False, limit: int = ALL
     ) -> Placement | None:

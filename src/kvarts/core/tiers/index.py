@@ -192,14 +192,27 @@ class TierIndex:
         _, position, _ = self._walk(content, limit, start)
         return position - start if position > start else 0
 
-    def stored(self, content: Content, end: int) -> list[tuple[int, int]]:
-        """Return the longest stretches of the first `end` pages that are stored."""
+    def stored(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
+        """Return the longest stretches of pages [start, end) that are stored, whether or not earlier pages are."""
+        # Not by `_path`: this runs for each run that becomes findable on a device.
         stretches: list[tuple[int, int]] = []
-        for run, start, position in self._path(content, end):
-            if run.state is NodeState.STORED:
-                if stretches and stretches[-1][1] == start:
-                    start = stretches.pop()[0]  # noqa: PLW2901
-                stretches.append((start, position))
+        stored, position = STORED, 0
+        node = self._roots.get(content.salt)
+        while node is not None and position < end and node.children:
+            child = node.children.get(content.key(position))
+            if child is None:
+                break
+            first, last = position, child.end
+            position = content.common_pages(child.content, first, last if last < end else end)
+            if position > start and child.state is stored:
+                if first < start:
+                    first = start
+                if stretches and stretches[-1][1] == first:
+                    first = stretches.pop()[0]
+                stretches.append((first, position))
+            if position < last:
+                break
+            node = child
         return stretches
 
     def coming(self, content: Content, start: int, limit: int) -> tuple[Placement, int] | None:
@@ -225,6 +238,18 @@ class TierIndex:
             if position > start and run.state is not NodeState.HOLE:
                 num_missing -= position - (before if before > start else start)
         return num_missing
+
+    def absent(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
+        """Return the stretches of pages [start, end) that are neither stored nor coming."""
+        stretches: list[tuple[int, int]] = []
+        for run, before, position in self._path(content, end):
+            if position > start and run.state is not NodeState.HOLE:
+                if before > start:
+                    stretches.append((start, before))
+                start = position
+        if start < end:
+            stretches.append((start, end))
+        return stretches
 
     # Pinning ----------------------------------------------------------------------------------------------
 
@@ -433,6 +458,30 @@ class TierIndex:
             self._drop(run)
             run = before
 
+    def move_out(self, content: Content, start: int, end: int) -> None:
+        """Release those of pages [start, end) that are stored and not pinned: the device has them.
+
+        Pages before others that stay become a hole.
+        """
+        for run, first, last in reversed(list(self._path(content, end))):
+            if last <= start or run.state is not STORED or run.pins:
+                continue
+            moving = self._split(run, last) if last < run.end else run
+            if first < start:
+                self._split(moving, start)
+            if not moving.children:
+                self._drop(moving)
+                continue
+            _unlist(moving)
+            moving.state = HOLE
+            self.num_holes += 1
+            self.num_cached -= moving.num_pages
+            self.pool.give(moving.num_pages, moving.slots)
+            moving.slots = None
+            if self.on_removed is not None:
+                self.told_of = moving.writer
+                self.on_removed(moving.content, moving.start, moving.end)
+
     def drop(self, content: Content, page: int) -> None:
         """Drop `page` and all later pages."""
         for run, _, position in self._path(content, page + 1):
@@ -443,14 +492,22 @@ class TierIndex:
 
     def lose(self, content: Content, start: int, end: int) -> None:
         """Note that the device no longer has pages [start, end): pages after a hole in them cannot be used."""
-        if not self.num_holes:
-            return
-        for run, _, position in self._path(content, end):
-            if run.state is NodeState.HOLE and position > start:
+        hole, position = HOLE, 0
+        node = self._roots.get(content.salt) if self.num_holes else None
+        while node is not None and position < end and node.children:
+            run = node.children.get(content.key(position))
+            if run is None:
+                return
+            last = run.end
+            position = content.common_pages(run.content, position, last if last < end else end)
+            if position > start and run.state is hole:
                 if run.start < start:
                     self._split(run, start)
                 self._drop(run)
                 return
+            if position < last:
+                return
+            node = run
 
     def reset(self) -> None:
         """Drop all pages. Pinned and coming pages cannot be found again, and are released when that ends."""

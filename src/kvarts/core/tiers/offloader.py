@@ -158,8 +158,8 @@ class Offloader(Transfers, Generic[LayoutT]):
 
     def _begin_spills(self) -> None:
         backlog = self._backlog
-        for place, wanted in enumerate(backlog.spills):
-            if wanted and not backlog.is_behind[place + 1]:
+        for place in range(len(backlog.spills)):
+            if backlog.is_due(place):
                 copies = self.layout.spill(place, self._now_ns)
                 if copies is not None:
                     self._begin_copies(Direction.SPILL, copies)
@@ -181,6 +181,7 @@ class Offloader(Transfers, Generic[LayoutT]):
         under_way = UnderWay(direction, self._workers(), copies, ((write, num_bytes),))
         dropped = self._dropped() if self._with_page_ids else ()
         self._submit(under_way, write.submit(self._now_ns, num_bytes), moves, dropped)
+        self._backlog.begun(copies.target)
 
     def _dropped(self) -> tuple[bytes, ...]:
         """Return the keys of files to delete."""
@@ -264,6 +265,7 @@ class Offloader(Transfers, Generic[LayoutT]):
             is_stored = self._count_store(under_way)
             self._tell_ended(transfer_id, under_way, under_way.num_pages if is_stored else 0)
             self.layout.end_store(under_way.copies, is_stored=is_stored, is_given_up=under_way.is_given_up)
+            self._backlog.ended(under_way.copies.target, is_stored=is_stored)
             return
         emit_ended = partial(self._tell_ended, transfer_id, under_way)
         loading, num_good = cast(Loading, under_way.copies), under_way.num_good_pages

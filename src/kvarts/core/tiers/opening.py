@@ -103,7 +103,9 @@ class TiersToOpen:
         self._safe_first = SafeFirst(make_order) if self.is_lazy and memory is None else None
         self.order: EvictionOrder = make_order() if self._safe_first is None else self._safe_first
         self.watcher: TreeWatcher | None = self._safe_first
-        self.evicts_safe_first = self._safe_first is not None
+        # What leaves the device passes through the first of exclusive tiers, whatever slower ones have.
+        num_tiers = 1 if offload.policy == "exclusive" else len(specs)
+        self.num_safe_tiers = 0 if self._safe_first is None else num_tiers
         self.full_prompt_hits = offload.full_prompt_hits
         self.load_kv = offload.load_kv
         self.tier_names: Sequence[str] = [spec.name for spec in specs]
@@ -189,16 +191,20 @@ def open_offloader(
     if memory is None:
         whole = cast(PageCache, cache)
         policy: PagePolicy = EagerPolicy(whole)
+        exclusive_free: int | None = None
         assert (order is not None) == offload.is_lazy, "a lazy policy stores what `order` would evict next"
         if order is not None:
             num_pages = sum(each.tier.num_pages for each in connected)
-            policy = LazyPolicy(whole, order, _target_free(offload, num_pages, page_size, max_num_batched_tokens))
+            target_free = _target_free(offload, num_pages, page_size, max_num_batched_tokens)
+            policy = LazyPolicy(whole, order, target_free)
+            exclusive_free = target_free if offload.policy == "exclusive" else None
         layout = PageLayout(
             whole,
             connected,
             policy,
             page_bytes=offload.kv_bytes_per_token * page_size,
             order=order,
+            exclusive_free=exclusive_free,
             swaps=swaps,
             store_within_ns=store_within_ns,
             with_page_ids=with_page_ids,
@@ -206,14 +212,17 @@ def open_offloader(
         )
     else:
         from kvarts.core.tiers.part_layout import PartLayout
-        from kvarts.core.tiers.part_policy import EagerParts, LazyParts, PartPolicy
+        from kvarts.core.tiers.part_policy import EagerParts, ExclusiveParts, LazyParts, PartPolicy
 
         pages = cast("GroupPages", cache)
         of_parts: PartPolicy = EagerParts(pages.parts)
         if offload.is_lazy:
             num_pages = sum(each.tier.num_blocks for each in connected) * memory.block_bytes // memory.page_bytes
             target_free = _target_free(offload, num_pages, page_size, max_num_batched_tokens)
-            of_parts = LazyParts(pages.parts, target_free * pages.parts.page_bytes)
+            if offload.policy == "exclusive":
+                of_parts = ExclusiveParts(pages.parts, target_free, connected[0].tier)
+            else:
+                of_parts = LazyParts(pages.parts, target_free * pages.parts.page_bytes)
         layout = PartLayout(
             pages,
             connected,

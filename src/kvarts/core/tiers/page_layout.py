@@ -22,12 +22,12 @@ from kvarts.core.kv.transfer import Coming, Loaded, Offer
 from kvarts.core.kv.tree import Node
 from kvarts.core.tiers.index import NodeState, Placement
 from kvarts.core.tiers.layout import ConnectedTier, Layout
-from kvarts.core.tiers.safe_first import Below, SafeFirst
-from kvarts.core.tiers.store_policy import PagePolicy, Spill
+from kvarts.core.tiers.safe_first import STORED, Below, SafeFirst
+from kvarts.core.tiers.store_policy import LateSpills, PagePolicy, Spill, precedes
 from kvarts.core.tiers.tier import MemoryTier, Pin
 from kvarts.core.tiers.transfers import ALL, Copies, Loading
 
-__all__ = ["Marks", "PageLayout"]
+__all__ = ["Marks", "PageLayout", "next_evictions"]
 
 
 class Marks:
@@ -39,7 +39,7 @@ class Marks:
 
     def __init__(self, cache: PageCache, tiers: Sequence[MemoryTier], order: SafeFirst | None) -> None:
         self._cache = cache
-        self._tiers = tiers
+        self.tiers = tiers
         self._order = order
         self.removed: list[tuple[Content, int, int]] = []
 
@@ -53,9 +53,10 @@ class Marks:
         if not self.removed or order is None:
             return
         for content, start, end in self.removed:
-            if self._cache.tree.has(content, start):
-                self._mark_match(self._cache.match(content, end), start, below)
-                if len(self._tiers) > 1:
+            match = self._cache.match(content, end)
+            if match.num_pages > start:
+                self._mark_match(match, start, below)
+                if len(self.tiers) > 1:
                     self.mark_held(content, start, end)
         self.removed.clear()
         order.regroup()
@@ -68,7 +69,7 @@ class Marks:
     def mark_held(self, content: Content, start: int, end: int) -> int:
         """Do the same without regrouping; return how many. Requires an order, and its `regroup` must follow."""
         num_held = 0
-        for tier in self._tiers:
+        for tier in self.tiers:
             for first, last in tier.held(content, start, end):
                 num_held += last - first
                 self._mark_match(self._cache.match(content, last), first, Below.STORED)
@@ -116,7 +117,9 @@ class PageLayout(Layout[MemoryTier]):
     """Whole pages of `cache` and of the tiers below it: pages stored in one are then stored in the next.
 
     `policy`: which pages are stored below the device, and when. `order`: the eviction order of `cache`, for a policy
-    that stores the pages that are evicted next. `swaps`: preempted requests keep all their pages in the first tier.
+    that stores the pages that are evicted next. `exclusive_free`: a tier with fewer empty pages releases the pages that
+    the device has again, and as many pages, those that it evicts next, are spilled; None: tiers keep what they have,
+    and spill what arrives. `swaps`: preempted requests keep all their pages in the first tier.
     """
 
     def __init__(
@@ -127,6 +130,7 @@ class PageLayout(Layout[MemoryTier]):
         *,
         page_bytes: int,
         order: SafeFirst | None = None,
+        exclusive_free: int | None = None,
         store_within_ns: int = ALL,
         swaps: bool = False,
         with_page_ids: bool = False,
@@ -145,6 +149,10 @@ class PageLayout(Layout[MemoryTier]):
         self._cache = cache
         self._policy = policy
         self._order = order
+        self._exclusive_free = exclusive_free
+        self._late_spills: LateSpills | None = None
+        if exclusive_free is not None:
+            self.backlog = self._late_spills = LateSpills(len(self.own))
         self._swaps = swaps
         self._emit = emit
         for place, tier in enumerate(self.own):
@@ -156,10 +164,13 @@ class PageLayout(Layout[MemoryTier]):
         self._gone: list[tuple[Content, int, int]] = []
         cache.tree.on_removed = self._on_evicted
         cache.on_evicted = self._lose_gone
-        self._marks = Marks(cache, self.own, order)
+        # All pages that leave the device pass through the first of exclusive tiers.
+        self._marks = Marks(cache, self.own if self._late_spills is None else self.own[:1], order)
         self._may_pass_through = len(self.own) > 1 and not policy.stores_deepest_first
         if order is not None:
-            order.on_grown = self._marks.mark_as_held
+            order.on_grown = self._on_grown
+        self._has_one_marked = order is not None and len(self.own) == 1
+        """Whether a run of the device that is marked as stored is stored in the only tier."""
 
     def confirm(self, content: Content, num_pages: int, table: BlockTable) -> None:
         """Record that the first `num_pages` pages of `content`, in `table`, are complete."""
@@ -191,7 +202,7 @@ class PageLayout(Layout[MemoryTier]):
             # When a page is lost, all pages after it are dropped in the same step. A page that only the second tier has
             # is lost for the first.
             num_without_loss = self._cache.pool.num_empty
-            if self._order is not None and len(self.own) == 1:
+            if self._order is not None and len(self._marks.tiers) == 1:
                 num_without_loss += self._order.num_safe
             return min(spare, num_without_loss)
         return spare
@@ -304,7 +315,9 @@ class PageLayout(Layout[MemoryTier]):
 
     def spill(self, place: int, now_ns: int) -> PageCopies | None:
         """Choose pages that have arrived in the tier at `place`, and make room for them in the next tier."""
-        upper, lower = self.tiers[place], self.tiers[place + 1]
+        if self._late_spills is not None:
+            return self._spill_late(self._late_spills, place, now_ns)
+        upper = self.tiers[place]
         wanted = self.backlog.spills[place]
         early: list[Spill] = []
         copies = PageCopies(place + 1)
@@ -314,27 +327,15 @@ class PageLayout(Layout[MemoryTier]):
             num_pages = upper.find(content, start, end)
             if not num_pages:
                 continue
-            num_above = self._num_above(place + 1, content, start)
-            if num_above + lower.find(content, num_above, start) < start:
+            if not self._is_reached(place + 1, content, start):
                 # The device has evicted the pages before it, and their store in the tier above has not ended.
                 early.append((content, 0, start, end))
                 continue
-            num_refused = lower.num_refused
-            store = lower.prepare_store(content, start, start + num_pages, limit=room)
-            self.num_refused += lower.num_refused - num_refused
+            store = self._add_spill(copies, content, start, start + num_pages, room, deepest_first=False)
             if store is None:
                 continue
             position = store.segments[-1].end
-            source = upper.read(content, start, position)
-            assert source is not None
-            self._add(copies, store)
-            copies.sources.append(source)
             room -= store.num_pages
-            if self._with_page_ids:
-                slots = source.slots
-                assert slots is not None
-                for segment in store.segments:
-                    copies.source_ids += slots[segment.start - start : segment.end - start]
             if not room and position < end:
                 # Pages whose spill has begun are not tried again, even if it fails.
                 wanted.appendleft((content, 0, position, end))
@@ -342,6 +343,54 @@ class PageLayout(Layout[MemoryTier]):
         self.backlog.is_behind[place + 1] = not room or bool(early)
         self._marks.unmark_removed()
         return copies if copies.stores else None
+
+    def _spill_late(self, late: LateSpills, place: int, now_ns: int) -> PageCopies | None:
+        """Choose pages that the tier at `place` evicts next, the deepest first, and make room for them in the next."""
+        upper, lower = self.tiers[place], self.tiers[place + 1]
+        late.changed[place] = False
+        copies = PageCopies(place + 1)
+        room = self._room(place + 1, now_ns)
+        assert self._exclusive_free is not None
+        # More pages than a tier holds would replace each other for ever.
+        num_pages = min(self._exclusive_free, upper.num_pages, lower.num_pages) - upper.num_empty_blocks
+        for content, start, end in next_evictions(upper, lower, num_pages):
+            if room and not self._is_reached(place + 1, content, start):
+                continue
+            store = self._add_spill(copies, content, start, end, room, deepest_first=True) if room else None
+            room -= 0 if store is None else store.num_pages
+            if not room:
+                late.is_behind[place + 1] = late.changed[place] = True
+                break
+        self._marks.unmark_removed()
+        return copies if copies.stores else None
+
+    def _is_reached(self, place: int, content: Content, start: int) -> bool:
+        """Return whether the device, and then the tiers up to `place` one after the other, have all pages before it."""
+        num_above = self._num_above(place, content, start)
+        return num_above + self.tiers[place].find(content, num_above, start) >= start
+
+    def _add_spill(
+        self, copies: PageCopies, content: Content, start: int, end: int, room: int, *, deepest_first: bool
+    ) -> Placement | None:
+        """Add those of pages [start, end) that the target lacks, at most `room`; return None without any."""
+        upper, lower = self.tiers[copies.target - 1], self.tiers[copies.target]
+        num_refused = lower.num_refused
+        store = lower.prepare_store(content, start, end, deepest_first=deepest_first, limit=room)
+        self.num_refused += lower.num_refused - num_refused
+        if store is None:
+            return None
+        if deepest_first:
+            start = store.segments[0].start
+        source = upper.read(content, start, store.segments[-1].end)
+        assert source is not None
+        self._add(copies, store)
+        copies.sources.append(source)
+        if self._with_page_ids:
+            slots = source.slots
+            assert slots is not None
+            for segment in store.segments:
+                copies.source_ids += slots[segment.start - start : segment.end - start]
+        return store
 
     def end_store(self, copies: Copies, *, is_stored: bool, is_given_up: bool) -> None:
         """Make stored or spilled pages findable, unless that failed, and mark them on the device."""
@@ -355,7 +404,7 @@ class PageLayout(Layout[MemoryTier]):
             self._lose_after_failed(of_pages)
         order = self._order
         if order is not None:
-            if copies.target and is_stored:
+            if copies.target and is_stored and self._late_spills is None:
                 for store in of_pages.stores:
                     for segment in store.segments:
                         self._marks.mark_as_held(store.content, segment.start, segment.end)
@@ -461,6 +510,7 @@ class PageLayout(Layout[MemoryTier]):
             by_tier.append(min(num_good, num_pages))
             num_good -= by_tier[-1]
         num_left = sum(by_tier)
+        self.backlog.used(loading.by_tier)
         for tier, load in cast(PageLoading, loading).loads:
             tier.complete_load(load, min(num_left, load.num_pages))
             num_left -= min(num_left, load.num_pages)
@@ -471,20 +521,35 @@ class PageLayout(Layout[MemoryTier]):
     # Callbacks of the tiers and the device ----------------------------------------------------------------
 
     def _on_evicted(self, node: Node, start: int, end: int) -> None:
-        """Record an eviction of the device, if a tier may have later pages of the sequence."""
-        if any(tier.has_holes for tier in self.own):
-            self._gone.append((node.content, start, end))
+        """Record an eviction of the device, if a tier may lack these pages and have later ones of the sequence."""
+        if self._has_one_marked and node.notes.below == STORED:
+            return
+        for tier in self.own:
+            if tier.has_holes:
+                self._gone.append((node.content, start, end))
+                return
+
+    def _on_grown(self, content: Content, start: int, end: int) -> None:
+        """Mark pages [start, end), which the device has again, as held by tiers, or release them there."""
+        if self._exclusive_free is not None:
+            for tier in self.own:
+                if tier.num_empty_blocks < self._exclusive_free:
+                    tier.move_out(content, start, end)
+            self._marks.unmark_removed(Below.NOT)  # when they near eviction, they are stored again
+        self._marks.mark_as_held(content, start, end)
 
     def _lose_gone(self) -> None:
         """Drop pages that cannot be reached since the device evicted pages before them."""
         gone = self._gone
         if not gone:
             return
+        last = self.own[-1]
         for content, start, end in gone:
             position = start
             for tier in self.own:
                 tier.lose(content, position, end)
-                position += tier.find(content, position, end)
+                if tier is not last:
+                    position += tier.find(content, position, end)
         self._marks.unmark_removed()
         gone.clear()
 
@@ -503,7 +568,7 @@ class PageLayout(Layout[MemoryTier]):
     def _on_removed(self, place: int, content: Content, start: int, end: int) -> None:
         if self._emit is not None:
             self._emit(PagesRemoved(content, start, end, self.tiers[place].name))
-        if self._order is not None:
+        if self._order is not None and place < len(self._marks.tiers):
             self._marks.removed.append((content, start, end))
         for below in range(place + 1, len(self.own)):
             if self.tiers[below].has_holes:
@@ -530,7 +595,7 @@ class PageLayout(Layout[MemoryTier]):
                 continue
             start = branch[-1].start
             pages = bytearray(deepest.end - start)
-            for tier in self.own:
+            for tier in self._marks.tiers:
                 for first, last in tier.held(deepest.content, start, deepest.end):
                     pages[first - start : last - start] = b"\1" * (last - first)
             for node in branch:
@@ -553,3 +618,23 @@ class PageLayout(Layout[MemoryTier]):
             for tier in self.tiers:
                 num_used = tier.num_used_blocks
                 assert tier.has_offers or not num_used, f"L2: {num_used} pages of {tier.name} held at rest"
+
+
+def next_evictions(upper: MemoryTier, lower: MemoryTier, num_pages: int) -> list[tuple[Content, int, int]]:
+    """Return those of the next `num_pages` pages that `upper` evicts which `lower` lacks; not of unknown tokens."""
+    chosen: list[tuple[Content, int, int]] = []
+    if num_pages <= 0:
+        return chosen
+    for run in upper.index.recency():
+        content = run.content
+        first = max(run.start, run.end - num_pages)
+        num_pages -= run.end - first
+        last = min(run.end, content.num_known_pages)
+        for start, end in reversed(lower.absent(content, first, last)):
+            if chosen and precedes(content, end, chosen[-1][0], chosen[-1][1]):
+                chosen[-1] = chosen[-1][0], start, chosen[-1][2]
+            else:
+                chosen.append((content, start, end))
+        if num_pages <= 0:
+            break
+    return chosen

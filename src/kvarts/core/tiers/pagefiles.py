@@ -14,7 +14,7 @@ from pathlib import Path
 from stat import S_ISREG
 
 from kvarts.base.errors import ConfigError, OutputError
-from kvarts.base.files import make_private, write_whole
+from kvarts.base.files import make_directory, make_private, write_whole
 from kvarts.base.leftovers import locked_leftover
 from kvarts.core.content import Content
 from kvarts.core.keys import BlockKeys, root_key
@@ -162,7 +162,7 @@ class PageFiles:
         path = self._path(key)
         digest = blake2b(payload, digest_size=16).digest()
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(path.parent)
             write_whole(path, head.pack(MAGIC, key, len(payload), digest) + payload)
         except (OSError, OutputError):
             self.num_errors += 1

@@ -18,11 +18,12 @@ from kvarts.core.kv.eviction import PinnedPages
 from kvarts.core.kv.group_pages import GroupPages, GroupTable, PinnedParts
 from kvarts.core.kv.pool import PageId
 from kvarts.core.kv.runs import PartRun, RunMatch, RunTable, table_of_transfer
+from kvarts.core.kv.span_tree import find
 from kvarts.core.kv.transfer import Coming, Loaded, Offer, Weighed
 from kvarts.core.tiers.layout import ConnectedTier, Layout
 from kvarts.core.tiers.part_policy import PartPolicy
 from kvarts.core.tiers.part_tier import PartTier
-from kvarts.core.tiers.store_policy import Spill
+from kvarts.core.tiers.store_policy import LateSpills, Spill
 from kvarts.core.tiers.transfers import ALL, Copies, Loading
 from kvarts.core.tiers.weigher import between
 
@@ -30,9 +31,11 @@ __all__ = ["PartLayout"]
 
 
 MOST_IDLE = 16
+MOST_OF_FREE = 4
 IDLE_WITHIN_NS = 10_000_000
 """Limit on unused blocks held by stores, and on the blocks of one store, since those in use may go out of use while it
-is under way: those that their lane carries in IDLE_WITHIN_NS, or one in MOST_IDLE."""
+is under way: those that their lane carries in IDLE_WITHIN_NS, or one in MOST_IDLE, but no more than one unused block in
+MOST_OF_FREE. Where few are unused, others would be evicted long before their turn while a slow lane carries these."""
 
 
 class PartCopies(Copies):
@@ -119,6 +122,9 @@ class PartLayout(Layout[PartTier]):
             with_page_ids=with_page_ids,
         )
         self.counts_blocks = True
+        self._late_spills: LateSpills | None = None
+        if policy.exclusive_pages is not None:
+            self.backlog = self._late_spills = LateSpills(len(self.own))
         tier = self.tier = self.tiers[0]
         # A state at the end of the first pages would have to be replaced by that at the end of the others.
         self.can_split = not cache.memory.has_states
@@ -140,7 +146,7 @@ class PartLayout(Layout[PartTier]):
         self._no_pages = (0,) * len(connected)
         self._num_own = len(connected) - self.tiers[-1].is_elsewhere
         """The number of tiers whose parts are in the tree of the device."""
-        self._least_idle = max(*tier.part_blocks, cache.pool.total // MOST_IDLE)
+        self._most_idle = cache.pool.total // MOST_IDLE
         self._num_idle = 0
         """Blocks that stores hold and that were unused when these began."""
 
@@ -213,7 +219,10 @@ class PartLayout(Layout[PartTier]):
     def store(self, now_ns: int, is_moving: Callable[[], bool]) -> PartCopies | None:
         """Choose parts to store, make room for them, and hold them."""
         write = self.connected[0].write
-        idle_room = max(self._least_idle, write.num_within(now_ns, IDLE_WITHIN_NS, self.block_bytes))
+        self._cache.count()
+        share = min(self._most_idle, (self._cache.num_free + self._num_idle) // MOST_OF_FREE)
+        in_time = write.num_within(now_ns, IDLE_WITHIN_NS, self.block_bytes)
+        idle_room = max(*self.tier.part_blocks, share, in_time)
         room = min(self._room(0, now_ns), idle_room)
         store = PartCopies(0, self._new_pins(), room)
         num_idle = self._num_idle
@@ -244,6 +253,7 @@ class PartLayout(Layout[PartTier]):
             first, last = tier.gap(span, index, start, end)
             if first > start:
                 policy.passed(run, start, first)
+                self.backlog.used((first - start,))
                 start = first
                 continue
             room = store.room - store.num_blocks
@@ -291,6 +301,8 @@ class PartLayout(Layout[PartTier]):
 
     def spill(self, place: int, now_ns: int) -> PartCopies | None:
         """Choose parts that have arrived in the tier at `place`, and make room for them in the next tier."""
+        if self._late_spills is not None:
+            return self._spill_late(self._late_spills, place, now_ns)
         wanted, tree = self.backlog.spills[place], self._parts.tree
         room = self._room(place + 1, now_ns)
         spill = PartCopies(place + 1, self._new_pins(), room)
@@ -317,8 +329,7 @@ class PartLayout(Layout[PartTier]):
 
     def _add_to_spill(self, spill: PartCopies, place: int, run: PartRun, start: int, end: int) -> int:
         """Add pages [start, end) of `run` that the tier below `place` lacks; return the first page without room."""
-        upper, lower = self.tiers[place], self.tiers[place + 1]
-        index, span = run.group, run.span
+        lower, index, span = self.tiers[place + 1], run.group, run.span
         assert span is not None, "what was evicted is to be spilled"
         blocks = lower.part_blocks[index]
         while start < end:
@@ -335,16 +346,86 @@ class PartLayout(Layout[PartTier]):
                 lower.num_refused += last - first
                 continue
             start = first + count
-            target = lower.place(span, index, first, start, spill.pins[place + 1])
-            source = run.cut(first, start)
-            upper.hold_in_place(source, spill.pins[place])
-            if self._with_page_ids:
-                spill.source_ids += upper.names([source])
-                spill.target_ids += lower.names([target])
-            spill.runs.append((span.content, first, start))
-            spill.groups.append(index)
-            spill.num_blocks += count * blocks
+            self._copy(spill, place, run, first, start)
         return end
+
+    def _copy(self, spill: PartCopies, place: int, run: PartRun, start: int, end: int) -> None:
+        """Add pages [start, end) of `run`, in the tier at `place`, for which the next tier has room."""
+        upper, lower = self.tiers[place], self.tiers[place + 1]
+        index, span = run.group, run.span
+        assert span is not None, "what was evicted is to be spilled"
+        target = lower.place(span, index, start, end, spill.pins[place + 1])
+        source = run.cut(start, end)
+        upper.hold_in_place(source, spill.pins[place])
+        if self._with_page_ids:
+            spill.source_ids += upper.names([source])
+            spill.target_ids += lower.names([target])
+        spill.runs.append((span.content, start, end))
+        spill.groups.append(index)
+        spill.num_blocks += (end - start) * lower.part_blocks[index]
+
+    def _spill_late(self, late: LateSpills, place: int, now_ns: int) -> PartCopies | None:
+        """Choose parts that the tier at `place` evicts next, the deepest first, and make room for them in the next."""
+        upper, lower, tree = self.tiers[place], self.tiers[place + 1], self._parts.tree
+        late.changed[place] = False
+        spill = PartCopies(place + 1, self._new_pins(), self._room(place + 1, now_ns))
+        for content, index, start, end in self._next_evictions(place):
+            lower.recognise(content, end)
+            for span in reversed(tree.walk(content, end)[0]):
+                for run, first, last in reversed(upper.stored(span, index, start, end) if span.end > start else ()):
+                    if not self._add_deepest(spill, place, run, first, last):
+                        late.is_behind[place + 1] = late.changed[place] = True
+                        return spill if spill.num_blocks else None
+        return spill if spill.num_blocks else None
+
+    def _next_evictions(self, place: int) -> list[Spill]:
+        """Return what the tier at `place` evicts next; not of unknown tokens, nor what the device has yet to store."""
+        upper, lower = self.tiers[place], self.tiers[place + 1]
+        num_pages = self._policy.exclusive_pages
+        assert num_pages is not None
+        # More than a tier holds would replace each other for ever.
+        num_bytes = min(num_pages * upper.page_bytes, upper.total_bytes, lower.total_bytes) - upper.empty_bytes
+        chosen: list[Spill] = []
+        for run in upper.listed():
+            if num_bytes <= 0:
+                break
+            part_bytes = upper.part_bytes[run.group]
+            start = max(run.start, run.end + -num_bytes // part_bytes)
+            num_bytes -= (run.end - start) * part_bytes
+            assert run.span is not None, "a part that cannot be found was cached"
+            content = run.span.content
+            above: list[tuple[PartRun, int, int]] = []
+            find(run.span.parts[run.group], start, run.end, above)
+            is_copy = above and all(each.is_wanted for each, _, _ in above)
+            if not is_copy and start < (end := min(run.end, content.num_known_pages)):
+                chosen.append((content, run.group, start, end))
+        return chosen
+
+    def _add_deepest(self, spill: PartCopies, place: int, run: PartRun, start: int, end: int) -> bool:
+        """Add those of pages [start, end) that the next tier lacks, the last first; return whether the channel can."""
+        lower, index, span = self.tiers[place + 1], run.group, run.span
+        assert span is not None
+        gaps: list[tuple[int, int]] = []
+        while start < end:
+            first, start = lower.gap(span, index, start, end)
+            if first < end:
+                gaps.append((first, start))
+        for first, last in reversed(gaps):
+            room = spill.room - spill.num_blocks
+            if room <= 0:
+                return False
+            num_fitting = lower.free_bytes // lower.part_bytes[index]
+            count = min(last - first, -(-room // lower.part_blocks[index]), num_fitting)
+            if count < last - first and count == num_fitting:
+                self.num_refused += last - first - count
+                lower.num_refused += last - first - count
+            if count:
+                # It may be cut where an earlier copy began.
+                for each, begin, until in reversed(self.tiers[place].stored(span, index, last - count, last)):
+                    self._copy(spill, place, each, begin, until)
+                if count < last - first and count < num_fitting:
+                    return False
+        return True
 
     def _is_stored(self, place: int, spill: Spill) -> bool:
         """Return whether the tier at `place` has some of a run."""
@@ -531,6 +612,7 @@ class PartLayout(Layout[PartTier]):
         """Make loaded parts findable. If some failed, the request looks up again, and finds those that were loaded."""
         of_parts = cast(PartLoading, loading)
         is_whole = num_good >= loading.num_blocks
+        self.backlog.used(loading.by_tier)
         emit_ended(sum(loading.by_tier) if is_whole else 0)
         ends_by_tier: list[list[int]] = []
         for pin in of_parts.pins:
@@ -540,7 +622,7 @@ class PartLayout(Layout[PartTier]):
         if of_parts.loading is not None and not self._arrive_at_turns:
             self._parts.arrive(of_parts.loading, ends)
         for place, (tier, pin, good_ends) in enumerate(zip(self.tiers, of_parts.pins, ends_by_tier, strict=True)):
-            for group, runs in enumerate(pin.held if place else ()):
+            for group, runs in enumerate(pin.held if place or self._policy.takes_back else ()):
                 for run in runs:
                     if run.start < ends[group] and run.span is not None:
                         arrived = of_parts.content, group, run.start, min(run.end, ends[group])
@@ -551,9 +633,8 @@ class PartLayout(Layout[PartTier]):
             tier.drop(pin, good_ends)
         # The request used its whole prefix, including the part on the device.
         last = loading.start + sum(loading.by_tier)
-        spans, _ = self._parts.tree.walk(of_parts.content, last)
         for tier, pin in zip(self.tiers, of_parts.pins, strict=True):
-            tier.end_load(pin, spans[-1] if spans else None, last)
+            tier.end_load(pin, of_parts.content, last)
         self._cache.count()
         return (
             Loaded(loading.request, last, loading.by_tier) if is_whole else Loaded(loading.request, 0, self._no_pages)

@@ -1,6 +1,6 @@
 """Store policies for a device with KV groups: which runs of parts are stored below it, and when.
 
-Both policies store the parts that RunCache selects: every page in groups that keep all tokens; in windows and chunks
+All policies store the parts that RunCache selects: every page in groups that keep all tokens; in windows and chunks
 only those from which another sequence can resume, the tails of prompts and of finished requests. The same prompt is
 such a sequence: if it ends with a page, it resumes a page earlier, to compute its last token. Parts in between serve
 no hit that a tail does not serve nearly as well, and would be most of the bytes. A state after a page is a tail by
@@ -17,8 +17,9 @@ from kvarts.core.content import Content
 from kvarts.core.kv.run_cache import RunCache
 from kvarts.core.kv.runs import PartRun, RunTable
 from kvarts.core.kv.span_tree import find
+from kvarts.core.tiers.part_tier import PartTier
 
-__all__ = ["EagerParts", "LazyParts", "PartPolicy"]
+__all__ = ["EagerParts", "ExclusiveParts", "LazyParts", "PartPolicy"]
 
 ANY = 1 << 62
 
@@ -26,14 +27,17 @@ PartPolicy: TypeAlias = "EagerParts | LazyParts"
 """Chooses runs to store: each with its first page and the page after its last.
 
 Promises: the run that it yielded last is yielded again until `passed` is called, for pages in order. `goes_first`:
-whether the device evicts stored parts next, rather than last.
+whether stored parts go before all that an eviction order of the device lists. `takes_back`: parts that are loaded are
+complete again, as if they had been computed. `exclusive_pages`: so many of those that a tier evicts next are spilled;
+None: all that arrives.
 """
 
 
 class EagerParts:
     """Runs are stored in the step after they became complete."""
 
-    goes_first = False
+    goes_first = takes_back = False
+    exclusive_pages: int | None = None
 
     def __init__(self, cache: RunCache) -> None:
         self._tree = cache.tree
@@ -132,6 +136,8 @@ class LazyParts:
     """Cached runs are stored when they near eviction, so that the next `target_bytes` taken lose nothing."""
 
     goes_first = True
+    takes_back = False
+    exclusive_pages: int | None = None
 
     def __init__(self, cache: RunCache, target_bytes: int) -> None:
         self._cache = cache
@@ -212,3 +218,32 @@ class LazyParts:
     def has_work(self) -> bool:
         """False: stores depend on the device alone."""
         return False
+
+
+class ExclusiveParts(LazyParts):
+    """The same, and what `host` has of parts that the device has again is evicted there first.
+
+    The device has them again because they were computed or loaded. If they are still there when they near eviction on
+    the device, they need not be stored again. Slower tiers keep what they have: a small host memory would evict parts
+    faster than they carry them. `num_pages` is a target in pages, since the device counts parts in blocks, and tiers
+    count them in bytes.
+    """
+
+    takes_back = True
+
+    def __init__(self, cache: RunCache, num_pages: int, host: PartTier) -> None:
+        super().__init__(cache, num_pages * cache.page_bytes)
+        self.exclusive_pages = num_pages
+        self._host = host
+
+    def begin_step(self) -> None:
+        """Let host memory evict the parts first that the last step completed or a load has brought, and mark them."""
+        for arrived in self._fresh:
+            self._host.evict_first(*arrived)
+        super().begin_step()
+
+    def passed(self, run: PartRun, start: int, end: int) -> None:
+        """Let host memory keep these parts: the device will lose them."""
+        super().passed(run, start, end)
+        assert run.span is not None
+        self._host.evict_last(run.span, run.group, start, end)

@@ -216,18 +216,41 @@ class PartTier(RunAccount):
                 if each.end <= start or each.start >= end or (of_states and not self.groups[each.group].is_state):
                     continue
                 run = each.cut(max(start, each.start), min(end, each.end))
-                self._emit_gone(run)
                 if run.holders:
+                    self._emit_gone(run)
                     runs.remove(run)
                     self._doom(run, span)
-                    continue
-                count = run.end - run.start
-                run.unlist()
-                self.note_used(run.group, count)
-                self.note_empty(run.group, count)
-                self.give_ids(run.ids)
-                run.ids = NO_IDS
-                run.forget()
+                else:
+                    self._empty(run)
+
+    def _empty(self, run: PartRun) -> None:
+        """Drop a run that is not pinned."""
+        self._emit_gone(run)
+        count = run.end - run.start
+        run.unlist()
+        self.note_used(run.group, count)
+        self.note_empty(run.group, count)
+        self.give_ids(run.ids)
+        run.ids = NO_IDS
+        run.forget()
+
+    def evict_first(self, content: Content, index: int, start: int, end: int) -> None:
+        """Make pages [start, end) of a group, which the device has again, the next evictions, but for pinned ones.
+
+        The last to come are evicted first: the device evicts them last, and then they need not be stored again. Parts
+        of groups that do not keep all tokens stay: the device drops them as soon as its request has passed them.
+        """
+        for span in self._tree.walk(content, end)[0] if index in self._whole else ():
+            for run, first, last in self.stored(span, index, start, end) if span.end > start else ():
+                if not run.holders:
+                    self.move_first(run.cut(first, last))
+
+    def evict_last(self, span: Span, index: int, start: int, end: int) -> None:
+        """Make pages [start, end) of a group, which the device will lose, the most recently used.
+
+        In groups that keep all tokens, all pages before them are more recent.
+        """
+        self._touch(span, index, 0 if index in self._whole else start, end)
 
     # Use --------------------------------------------------------------------------------------------------
 
@@ -270,14 +293,10 @@ class PartTier(RunAccount):
     def begin_load(self, pin: RunTable) -> None:
         """Note that the runs of `pin` are being loaded."""
 
-    def end_load(self, pin: RunTable, last: Span | None, num_pages: int) -> None:
-        """End the pin of a load, which is a use of all parts of its sequence here, of `num_pages` pages up to `last`.
-
-        `last`: None if no page of it can be found any more.
-        """
+    def end_load(self, pin: RunTable, content: Content, num_pages: int) -> None:
+        """End the pin of a load, which is a use of all parts here of the first `num_pages` pages of `content`."""
         self.unpin(pin)
-        if last is not None:
-            self.touch(last, num_pages)
+        self.touch(content, num_pages)
 
     @property
     def is_awaited(self) -> bool:
@@ -318,18 +337,15 @@ class PartTier(RunAccount):
                 passed.held[index].append(before)
         self.unpin(passed)
 
-    def touch(self, last: Span, num_pages: int, known: int | None = None) -> None:
-        """Make the tier's parts that a sequence of `num_pages` pages, ending in `last`, needs the most recent.
-
-        `known`: the page up to which `last` has pages of the sequence, unless it has all.
-        """
-        end = num_pages if known is None else known
-        for index in self.order:
+    def touch(self, content: Content, num_pages: int) -> None:
+        """Make the tier's parts that a sequence of the first `num_pages` pages of `content` needs the most recent."""
+        spans, end = self._tree.walk(content, num_pages)
+        for index in self.order if spans else ():
             sink, first = self._tree.needed(index, num_pages * self._tree.page_size)
             if first < end:
-                self._touch(last, index, first, end)
+                self._touch(spans[-1], index, first, end)
             if sink:
-                self._touch(last, index, 0, min(sink, end))
+                self._touch(spans[-1], index, 0, min(sink, end))
 
     def _touch(self, span: Span | None, index: int, start: int, end: int) -> None:
         """Make pages [start, end) of a group, in `span` and before it, the most recently used, the deepest least so.

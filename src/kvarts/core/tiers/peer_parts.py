@@ -17,7 +17,7 @@ from mypy_extensions import mypyc_attr
 from kvarts.core.content import Content
 from kvarts.core.event_log import Emit
 from kvarts.core.kv.groups import GroupMemory
-from kvarts.core.kv.runs import PartRun, RunMatch, RunTable, Span, table_of_transfer
+from kvarts.core.kv.runs import PartRun, RunMatch, RunTable, table_of_transfer
 from kvarts.core.kv.span_tree import SpanTree
 from kvarts.core.tiers.part_tier import PartsElsewhere, PartTier, ReadableParts, tree_elsewhere
 from kvarts.core.tiers.peers import PEERS, Peers
@@ -147,14 +147,12 @@ class PeerPartsView(PartsElsewhere):
         if num_blocks:
             self._reads.loaded(read.source, num_blocks)
 
-    def end_load(self, pin: RunTable, last: Span | None, num_pages: int) -> None:
+    def end_load(self, pin: RunTable, content: Content, num_pages: int) -> None:
         """End the pin of a load, which is a use of all parts of its sequence where it was read."""
         read = self._pinned.get(pin)
         self.unpin(pin)
-        if read is not None and last is not None:
-            there, end = read.tier.tree.walk(last.content, num_pages)
-            if there:
-                read.tier.touch(there[-1], num_pages, end)
+        if read is not None:
+            read.tier.touch(content, num_pages)
 
     def drop_state(self, content: Content, page: int) -> None:
         """Do nothing: nothing is kept there for a request of this engine."""

@@ -25,7 +25,16 @@ from enum import IntEnum
 
 from kvarts.core.content import Content
 from kvarts.core.hints import Hints
-from kvarts.core.kv.eviction import EvictionOrder, LruOrder, Node, NoteRequest, Path, noter_of, ranges_read_by
+from kvarts.core.kv.eviction import (
+    EvictionOrder,
+    LruOrder,
+    Node,
+    NoteRequest,
+    Path,
+    as_list,
+    noter_of,
+    ranges_read_by,
+)
 
 __all__ = ["Below", "SafeFirst"]
 
@@ -56,6 +65,71 @@ class Notes:
         self.num_unsafe = num_unsafe
 
 
+class Covered:
+    """The first runs of an order that need no store, as many as a target takes, kept from one scan to the next.
+
+    In an order that is no list of runs, there are never any. `num_pages`: their pages.
+    """
+
+    def __init__(self, order: EvictionOrder) -> None:
+        self.num_pages = 0
+        self._order = as_list(order)
+        self._last: Node | None = None
+        self._sizes: dict[Node, int] = {}
+
+    def reach(self, num_pages: int, is_covered: Callable[[Node], bool]) -> None:
+        """End with the first run that makes them at least `num_pages`, or before the first that is not covered."""
+        order, sizes, last, total = self._order, self._sizes, self._last, self.num_pages
+        if order is None:
+            return
+        while last is not None and total - sizes[last] >= num_pages:
+            total -= sizes.pop(last)
+            last = order.before(last)
+        while total < num_pages and (node := order.after(last)) is not None and is_covered(node):
+            size = sizes[node] = node.end - node.start
+            total += size
+            last = node
+        self.num_pages, self._last = total, last
+
+    def others(self, listed: Iterable[Node]) -> Iterator[Node]:
+        """Return the runs of the order, all of them `listed`, that follow these."""
+        order = self._order
+        if order is None or self._last is None:
+            yield from listed
+            return
+        node = order.after(self._last)
+        while node is not None:
+            yield node
+            node = order.after(node)
+
+    def clear(self) -> None:
+        """Forget all: the next scan starts at the first run."""
+        if self._sizes:
+            self._sizes, self._last, self.num_pages = {}, None, 0
+
+    def removed(self, node: Node) -> None:
+        """Note that `node` leaves the order."""
+        size = self._sizes.pop(node, 0)
+        self.num_pages -= size
+        if node is self._last:
+            assert self._order is not None
+            self._last = self._order.before(node)
+
+    def split(self, head: Node, tail: Node) -> None:
+        """Note that `head` is listed right after `tail`, from which it was split."""
+        if tail in self._sizes:
+            self._sizes[tail] = tail.end - tail.start
+            self._sizes[head] = head.end - head.start
+            if tail is self._last:
+                self._last = head
+
+    def cut(self, node: Node, num_pages: int) -> None:
+        """Note that the last pages of `node` were evicted."""
+        if node in self._sizes:
+            self._sizes[node] -= num_pages
+            self.num_pages -= num_pages
+
+
 class SafeFirst:
     """Two orders made by `make`: one for the safe runs, and one for the rest. An EvictionOrder and a TreeWatcher.
 
@@ -70,6 +144,8 @@ class SafeFirst:
         """Called for pages that became findable: content, first page, page after the last."""
         self._safe = make()
         self._rest = make()
+        self.covered = Covered(self._rest)
+        """The unsafe runs next to be evicted that need no store."""
         # The stamp of each listed run. A run put before all others gets a stamp below the smallest.
         self._safe_stamps: dict[Node, int] = {}
         self._rest_stamps: dict[Node, int] = {}
@@ -82,6 +158,8 @@ class SafeFirst:
 
     def mark(self, nodes: Iterable[Node], below: Below) -> None:
         """Record whether a lower tier holds `nodes`. `regroup` must follow."""
+        if below == Below.NOT:
+            self.covered.clear()
         for node in nodes:
             notes = node.notes
             was_stored = notes.below == STORED
@@ -114,6 +192,7 @@ class SafeFirst:
                 now_unsafe.append(node)
             else:
                 del rest_stamps[node]
+                self.covered.removed(node)
                 self._rest.removed(node)
                 now_safe.append(node)
         if now_safe:
@@ -124,8 +203,8 @@ class SafeFirst:
             self.put_back(now_unsafe)
 
     def unsafe_nodes(self) -> Iterator[Node]:
-        """Return unreferenced runs that are not safe, the next to be evicted first."""
-        return iter(self._rest)
+        """Return unreferenced runs that are not safe, the next to be evicted first, without those in `covered`."""
+        return self.covered.others(self._rest)
 
     def below(self, node: Node) -> int:
         """Return whether a lower tier holds `node`, as a value of Below."""
@@ -188,6 +267,7 @@ class SafeFirst:
         for node in nodes:
             if self._safe_stamps.pop(node, None) is None:
                 del self._rest_stamps[node]
+                self.covered.removed(node)
                 rest.append(node)
             else:
                 if not node.holds:
@@ -201,6 +281,7 @@ class SafeFirst:
         """Unlist `node`."""
         if self._safe_stamps.pop(node, None) is None:
             del self._rest_stamps[node]
+            self.covered.removed(node)
             self._rest.removed(node)
             return
         if not node.holds:
@@ -209,6 +290,7 @@ class SafeFirst:
 
     def put_back(self, nodes: Sequence[Node]) -> None:
         """List `nodes` in the lists that they belong to, before all listed runs."""
+        self.covered.clear()
         safe = [node for node in nodes if not _is_unsafe(node.notes)]
         rest = [node for node in nodes if _is_unsafe(node.notes)]
         for order, stamps, part in (
@@ -227,6 +309,7 @@ class SafeFirst:
         if stamp is None:
             self._rest_stamps[head] = self._rest_stamps[tail]
             self._rest.split(head, tail)
+            self.covered.split(head, tail)
         else:
             self._safe_stamps[head] = stamp
             self._safe.split(head, tail)
@@ -291,6 +374,8 @@ class SafeFirst:
         """Count the pages of `node` that are evicted."""
         if node in self._safe_stamps:
             self.num_safe -= num_pages
+        else:
+            self.covered.cut(node, num_pages)
 
     def first_copy_gone(self, node: Node) -> None:
         """Record which copy is now the first."""

@@ -263,11 +263,9 @@ class PartsView(PartsElsewhere):
             for run in runs:
                 loaded[run.writer] = loaded.get(run.writer, 0) + (run.end - run.start) * self.part_blocks[index]
 
-    def touch(self, last: Span, num_pages: int, known: int | None = None) -> None:
-        """Make the store's parts that a sequence of `num_pages` pages, ending in `last`, needs the most recent."""
-        there, end = self._tree.walk(last.content, num_pages)
-        if there:
-            self._parts.touch(there[-1], num_pages, end)
+    def touch(self, content: Content, num_pages: int) -> None:
+        """Make the store's parts that a sequence of the first `num_pages` pages of `content` needs the most recent."""
+        self._parts.touch(content, num_pages)
 
     def drop(self, pin: RunTable, ends: Sequence[int]) -> None:
         """Do nothing: parts that did not arrive are still in the store."""

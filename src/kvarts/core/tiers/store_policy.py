@@ -7,7 +7,7 @@ has and that are neither stored nor coming, as far as there is room and the chan
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from kvarts.core.content import Content
@@ -16,7 +16,7 @@ from kvarts.core.kv.page_cache import PageCache
 from kvarts.core.kv.tree import Node, Path
 from kvarts.core.tiers.safe_first import SafeFirst
 
-__all__ = ["Backlog", "EagerPolicy", "LazyPolicy", "PagePolicy", "Spill"]
+__all__ = ["Backlog", "EagerPolicy", "LateSpills", "LazyPolicy", "PagePolicy", "Spill"]
 
 PRUNE_AT = 10_000
 """How many runs may wait to be spilled before those that have been evicted since are removed from the queue."""
@@ -39,10 +39,14 @@ class Backlog:
         self._is_stored = is_stored
         self._prune_at = PRUNE_AT
 
+    def is_due(self, place: int) -> bool:
+        """Return whether runs of the tier at `place` are to be spilled, and the way to the next tier is not behind."""
+        return bool(self.spills[place]) and not self.is_behind[place + 1]
+
     @property
     def has_spills(self) -> bool:
         """Whether there are runs to spill, and the way to the next tier is not behind."""
-        return any(wanted and not self.is_behind[place + 1] for place, wanted in enumerate(self.spills))
+        return any(self.is_due(place) for place in range(len(self.spills)))
 
     def add(self, place: int, content: Content, group: int, start: int, end: int) -> None:
         """Queue pages [start, end), which have arrived in the tier at `place`, unless that is the last one."""
@@ -57,6 +61,15 @@ class Backlog:
             wanted = self.spills[place] = deque(spill for spill in wanted if self._is_stored(place, spill))
             self._prune_at = max(PRUNE_AT, 2 * len(wanted))
 
+    def begun(self, target: int) -> None:
+        """Note that a store or a spill to the tier at `target` has begun, for which it may have evicted others."""
+
+    def ended(self, target: int, *, is_stored: bool) -> None:
+        """Note that a store or a spill to the tier at `target` has ended."""
+
+    def used(self, by_tier: Sequence[int]) -> None:
+        """Note that so many pages of each tier have been used."""
+
     def go_on(self) -> None:
         """Note that a transfer has ended: all ways may carry something again."""
         if True in self.is_behind:
@@ -67,6 +80,51 @@ class Backlog:
         self.is_behind[0] = False
         for wanted in self.spills:
             wanted.clear()
+
+
+class LateSpills(Backlog):
+    """What each tier evicts next is copied to the next tier shortly before: nothing is queued as it arrives.
+
+    `changed`: by tier but the last, whether it may evict other pages next than when it was last asked.
+    """
+
+    def __init__(self, num_tiers: int) -> None:
+        super().__init__(num_tiers, lambda place, spill: True)
+        self.changed = [False] * (num_tiers - 1)
+
+    def is_due(self, place: int) -> bool:
+        """Return whether the tier at `place` has changed, and the way to the next tier is not behind."""
+        return self.changed[place] and not self.is_behind[place + 1]
+
+    def add(self, place: int, content: Content, group: int, start: int, end: int) -> None:
+        """Do nothing: these pages are the last to be evicted."""
+
+    def begun(self, target: int) -> None:
+        """Note that the tier at `target` may have evicted pages."""
+        self._note(target)
+
+    def ended(self, target: int, *, is_stored: bool) -> None:
+        """Note that the tier at `target` has other pages. A spill that failed waits for the next change."""
+        if is_stored:
+            self._note(target - 1)
+            self._note(target)
+        elif target:
+            self.changed[target - 1] = False  # otherwise it would begin, and fail, for ever
+
+    def used(self, by_tier: Sequence[int]) -> None:
+        """Note that these tiers have another order of eviction."""
+        for place, num_pages in enumerate(by_tier):
+            if num_pages:
+                self._note(place)
+
+    def clear(self) -> None:
+        """Note that the tiers are empty."""
+        super().clear()
+        self.changed = [False] * len(self.changed)
+
+    def _note(self, place: int) -> None:
+        if 0 <= place < len(self.changed):
+            self.changed[place] = True
 
 
 def precedes(before: Content, end: int, content: Content, start: int) -> bool:
@@ -189,6 +247,7 @@ class LazyPolicy:
     def preempted(self, content: Content, num_pages: int, table: BlockTable) -> None:
         """Choose pages of unknown tokens as well."""
         self._preempted.add(content.owner)
+        self._order.covered.clear()
 
     def ended(self, content: Content) -> None:
         """Choose no pages of unknown tokens any more."""
@@ -216,9 +275,10 @@ class LazyPolicy:
 
     def _scan(self) -> tuple[list[tuple[Content, int, int, Node]], int]:
         """Return the pages to store, with their deepest run, and how many can then be taken without loss."""
-        order = self._order
-        target = self._target_free
+        order, target = self._order, self._target_free
         num_covered = self._cache.pool.num_empty + order.num_safe
+        order.covered.reach(target - num_covered, self._is_covered)
+        num_covered += order.covered.num_pages
         chosen: list[tuple[Content, int, int, Node]] = []
         for node in order.unsafe_nodes() if num_covered < target else ():
             if num_covered >= target:
@@ -229,9 +289,7 @@ class LazyPolicy:
                 num_covered += end - start
                 continue
             content = node.content
-            known_end = content.num_known_pages
-            if known_end > end or content.owner in self._preempted:
-                known_end = end
+            known_end = self._known_end(node)
             if start < known_end:
                 num_covered += end - known_end
                 if num_covered >= target:
@@ -246,3 +304,16 @@ class LazyPolicy:
             else:
                 num_covered += end - start
         return chosen, num_covered
+
+    def _known_end(self, node: Node) -> int:
+        """Return the page after the last one of `node` that a request could look up."""
+        content = node.content
+        known_end = content.num_known_pages
+        return node.end if known_end > node.end or content.owner in self._preempted else known_end
+
+    def _is_covered(self, node: Node) -> bool:
+        """Return whether `node` need not be stored, and will not have to be while it is listed."""
+        if node.notes.below:
+            return True
+        # A content of bytes never grows.
+        return isinstance(node.content.units, bytes) and self._known_end(node) <= node.start

@@ -54,6 +54,7 @@ class MemoryTier:
         self.index = TierIndex(num_pages, with_slots=with_slots) if index is None else index
         self.find = self.index.find
         self.lose = self.index.lose
+        self.move_out = self.index.move_out
         self.vacate = self.index.vacate
         self._pins: dict[int, Pin] = {}
         self.num_guests = 0
@@ -84,6 +85,11 @@ class MemoryTier:
         return self.index.num_evicted
 
     @property
+    def num_empty_blocks(self) -> int:
+        """Pages without content."""
+        return self.index.pool.num_empty
+
+    @property
     def has_holes(self) -> bool:
         """Whether the tier has pages that follow pages which only a faster tier has."""
         return self.index.num_holes > 0
@@ -95,7 +101,11 @@ class MemoryTier:
 
     def held(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
         """Return the stretches of pages [start, end) that are here, whether or not earlier pages are."""
-        return [(max(first, start), last) for first, last in self.index.stored(content, end) if last > start]
+        return self.index.stored(content, start, end)
+
+    def absent(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
+        """Return the stretches of pages [start, end) that are neither here nor coming."""
+        return self.index.absent(content, start, end)
 
     def offered(self, holder: int) -> int:
         """Return how many pages are pinned for `holder`."""

@@ -40,7 +40,7 @@ _INTERVALS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 # Families whose latent attention has an indexer, which chooses the tokens to attend to; and its number of heads.
 _INDEXED = {"deepseek_v32": 64, "glm_moe_dsa": 32}
-_OTHER_NAMES = {"attention": "full_attention", "mamba": "linear_attention"}
+_OTHER_NAMES = {"attention": "full_attention", "mamba": "linear_attention", "conv": "linear_attention"}
 _OTHER_NAMES |= {"deepseek_sparse_attention": "indexed_attention", "minimax_m3_sparse": "indexed_attention"}
 _INDEXER_SCALE_BYTES = 4
 """An indexer's key is kept in fp8, with a scale in 32 bits per 128 numbers, whatever the format of KV is."""
@@ -77,7 +77,7 @@ class ConfigFields(msgspec.Struct):
     sliding_window: Some | None = None
     use_sliding_window: bool | None = None
     max_window_layers: Some | None = None
-    sliding_window_pattern: Count | None = None
+    sliding_window_pattern: Count | str | None = None
     other_sliding_window_pattern: Count | None = msgspec.field(name="_sliding_window_pattern", default=None)
     layer_types: list[str] | None = None
     layers_block_type: list[str] | None = None
@@ -129,6 +129,13 @@ class ConfigFields(msgspec.Struct):
     interleave_moe_layer_step: Count = 1
     moe_layers: list[Some] | None = None
     moe_layers_enum: str | list[Some] | None = None
+    moe_layer_start_index: Some = 0
+    moe_layer_end_index: int | None = None
+    moe_layer_interval: Count = 1
+    moe_num_shared_experts: Some | None = None
+    num_shared_experts: Some | None = None
+    num_shared_expert: Some | None = 1
+    use_cla: bool = False
     moe_layer_freq: Count | list[Some] | None = None
     mlp_layer_types: list[str] | None = None
     dense_intermediate_size: Some | None = None
@@ -162,6 +169,22 @@ class ConfigFields(msgspec.Struct):
     linear_key_head_dim: Count = 128
     linear_value_head_dim: Count = 128
     linear_conv_kernel_dim: Count = 4
+    # States: Mamba with the names of Jamba and Falcon-H1, and the short convolutions of LFM2.
+    mamba_dt_rank: Count | str = "auto"
+    mamba_d_ssm: Count | None = None
+    mamba_rms_norm: bool = True
+    attn_layer_period: Count = 8
+    attn_layer_offset: Some = 4
+    expert_layer_period: Count = 2
+    expert_layer_offset: Some = 1
+    full_attn_idxs: list[Some] | None = None
+    conv_L_cache: Count = 3  # noqa: N815
+    conv_bias: bool = False
+    block_ff_dim: Count | None = None
+    block_ffn_dim_multiplier: float = 1.0
+    block_multiple_of: Count = 256
+    block_auto_adjust_ff_dim: bool = True
+    num_dense_layers: Some = 0
     # Gemma 3n and Gemma 4.
     altup_num_inputs: Count = 4
     laurel_rank: Count = 64
@@ -230,6 +253,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {},
     "kimi_k2": {"like": "deepseek_v3"},
     "kimi_linear": {},
+    "falcon_h1": {"num_norms": 1},  # attention and a state in each layer, which count as two layers
+    "jamba": {},
+    "lfm2": {"has_qk_norm": True},
+    "lfm2_moe": {"has_qk_norm": True},
+    "olmo_hybrid": {},
+    "olmo2": {},
+    "olmoe": {},
+    "flex_olmo": {},
+    "exaone_moe": {"has_qk_norm": True},
+    "ernie4_5": {},
+    "ernie4_5_moe": {},
+    "glm": {"has_output_bias": False},
+    "glm4": {"num_norms": 4, "has_output_bias": False},
+    "dots1": {"has_qk_norm": True},
+    "hunyuan_v1_dense": {"has_qk_norm": True},
+    "hunyuan_v1_moe": {"has_qk_norm": True},
+    "granitemoe": {},
+    "granitemoeshared": {},
+    "granite_swa": {"has_sinks": True},
+    "granitemoe_swa": {"has_sinks": True},
+    "arcee": {"mlp_matrices": 2},
+    "apertus": {"mlp_matrices": 2, "has_qk_norm": True},
+    "cohere": {"num_norms": 1},
 }
 
 
@@ -261,6 +307,8 @@ def block_types(config: ConfigFields, num_layers: int, path: Path | None) -> lis
     if len(types) != num_layers and not (config.model_type in _DRAFTED and len(types) > num_layers):
         raise InputError(f"names {len(types)} layers of {num_layers}", path=path, field=field)
     types = types[:num_layers]
+    if config.model_type == "falcon_h1":
+        return ["full_attention", "linear_attention"] * num_layers
     known = {"full_attention", "sliding_attention"}
     if config.model_type == "llama4_text":
         known = {"full_attention", "chunked_attention"}
@@ -296,6 +344,12 @@ def _default_types(config: ConfigFields, num_layers: int, path: Path | None) -> 
     family = config.model_type
     if family == "granitemoehybrid":
         return ["linear_attention"] * num_layers
+    if family == "jamba":
+        every, first = config.attn_layer_period, config.attn_layer_offset
+        return ["full_attention" if layer % every == first else "linear_attention" for layer in range(num_layers)]
+    if family == "lfm2" and config.full_attn_idxs is not None:
+        full = config.full_attn_idxs
+        return ["full_attention" if layer in full else "linear_attention" for layer in range(num_layers)]
     if family == "llama4_text":
         interval = config.no_rope_layer_interval
         rotates = config.no_rope_layers or [(layer + 1) % interval != 0 for layer in range(num_layers)]
@@ -309,13 +363,15 @@ def _default_types(config: ConfigFields, num_layers: int, path: Path | None) -> 
         return ["sliding_attention" if window else "full_attention" for window in windows]
     if family == "deepseek_v4":
         return _compressed_types(config, num_layers, path)
-    if config.use_sliding_window and config.max_window_layers is not None:
+    if (config.use_sliding_window or family == "dots1") and config.max_window_layers is not None:
         first = config.max_window_layers
         return ["full_attention" if layer < first else "sliding_attention" for layer in range(num_layers)]
     if family in _INTERVALS:
         every, other = config.full_attention_interval, "linear_attention"
     else:
         pattern = config.sliding_window_pattern or config.other_sliding_window_pattern or _PATTERNS.get(family)
+        if isinstance(pattern, str):  # a letter for each layer in turn, G for one that attends to all tokens
+            pattern = pattern.find("G") + 1
         every, other = pattern or num_layers + 1, "sliding_attention"
     return ["full_attention" if (layer + 1) % every == 0 else other for layer in range(num_layers)]
 
@@ -358,6 +414,10 @@ def read_layers(
     config: ConfigFields, num_layers: int, head_dim: int, state_bytes: int, path: Path | None
 ) -> tuple[KvLayer, ...]:
     """Return the KV layer of each layer. Raise ConfigError if no layer keeps tokens."""
+    if config.use_cla:
+        raise ConfigError(
+            "is true: layers that share KV with the one before are not understood", path=path, field="use_cla"
+        )
     if config.block_configs is not None:
         return _searched_layers(config, num_layers, head_dim, path)
     kinds = _layers_by_kind(config, head_dim, state_bytes, path)
@@ -683,7 +743,63 @@ def _delta_rule(config: ConfigFields, dtype: str) -> State:
     )
 
 
+def _falcon_h1(config: ConfigFields, dtype: str) -> State:
+    width = config.mamba_d_ssm or config.mamba_expand * config.hidden_size
+    state = _mamba(
+        config,
+        dtype,
+        config.mamba_n_heads,
+        width,
+        config.mamba_n_groups,
+        config.mamba_d_state,
+        config.mamba_d_conv,
+        config.mamba_conv_bias,
+    )
+    return msgspec.structs.replace(state, small=state.small - width * (not config.mamba_rms_norm))
+
+
+def _jamba(config: ConfigFields, dtype: str) -> State:
+    """Return the state of Mamba, with the norms of Jamba: of time steps, inputs and outputs."""
+    hidden, size, kernel = config.hidden_size, config.mamba_d_state, config.mamba_d_conv
+    width, rank = config.mamba_expand * hidden, config.mamba_dt_rank
+    rank = -(-hidden // 16) if isinstance(rank, str) else rank
+    biases = 2 * width + hidden if config.mamba_proj_bias else 0
+    return State(
+        conv_numbers=(kernel - 1) * width,
+        recurrent_numbers=width * size,
+        matrix=3 * hidden * width + width * (2 * rank + 2 * size),
+        small=width * (kernel + config.mamba_conv_bias + size + 2) + rank + 2 * size + biases,
+        recurrent_dtype=dtype,
+        kind="mamba1",
+        conv_rows=kernel - 1,
+    )
+
+
+def _short_conv(config: ConfigFields, dtype: str) -> State:
+    """Return the state of LFM2's convolutions: their last inputs."""
+    hidden, kernel = config.hidden_size, config.conv_L_cache
+    return State(
+        conv_numbers=(kernel - 1) * hidden,
+        recurrent_numbers=0,
+        matrix=4 * hidden * hidden,
+        small=hidden * kernel + 5 * hidden * config.conv_bias,
+        recurrent_dtype=dtype,
+        kind="short_conv",
+        conv_rows=kernel - 1,
+    )
+
+
+def _olmo_hybrid(config: ConfigFields, dtype: str) -> State:
+    """Return the state of Olmo Hybrid's gated delta nets, whose convolutions and projections are separate."""
+    return msgspec.structs.replace(_delta_rule(config, dtype), kind="olmo_gdn")
+
+
 _STATES: dict[str, Callable[[ConfigFields, str], State]] = {
+    "falcon_h1": _falcon_h1,
+    "jamba": _jamba,
+    "lfm2": _short_conv,
+    "lfm2_moe": _short_conv,
+    "olmo_hybrid": _olmo_hybrid,
     "kimi_linear": _kimi_delta,
     "granitemoehybrid": _granite,
     "nemotron_h": _nemotron,
@@ -691,6 +807,9 @@ _STATES: dict[str, Callable[[ConfigFields, str], State]] = {
     "qwen3_5_text": _delta_rule,
     "qwen3_5_moe_text": _delta_rule,
 }
+
+
+_WHOLE_NORMS = ("olmo2", "olmo3", "olmo_hybrid", "olmoe", "flex_olmo")
 
 
 def read_extra(config: ConfigFields, layers: Sequence[KvLayer], head_dim: int) -> Extra:
@@ -712,10 +831,14 @@ def read_extra(config: ConfigFields, layers: Sequence[KvLayer], head_dim: int) -
         width = own.get("sparse_index_dim", config.index_head_dim)
         num_indexed = sum(layer.fixed_bytes > 0 for layer in layers)
         return Extra(matrix=num_indexed * config.hidden_size * width * (heads + 1), small=num_indexed * 2 * width)
-    if (family == "minimax_m2" and config.use_qk_norm) or family == "olmo3":
+    if family == "ernie4_5_moe":  # biases of the choice of experts
+        return Extra(small=(len(layers) - config.moe_layer_start_index) * (config.num_experts or 0))
+    if family == "apertus":  # two numbers of an activation that is learned
+        return Extra(small=2 * len(layers))
+    if (family == "minimax_m2" and config.use_qk_norm) or family in _WHOLE_NORMS:
         # Norms of all queries and all keys of a layer together.
         num_heads = config.num_attention_heads + (config.num_key_value_heads or config.num_attention_heads)
-        return Extra(small=len(layers) * num_heads * head_dim)
+        return Extra(small=sum(layer.attends for layer in layers) * num_heads * head_dim)
     return Extra()
 
 

@@ -74,6 +74,11 @@ class Device(msgspec.Struct, frozen=True):
         return self.memory_bytes * 93 // 100, self.memory_bytes
 
     @property
+    def vendor(self) -> str:
+        """The maker, as the source names it first: NVIDIA, AMD, Google."""
+        return self.source.partition(" ")[0]
+
+    @property
     def is_cpu(self) -> bool:
         """Whether it is a CPU, which does not launch kernels."""
         return self.name.startswith("cpu:")

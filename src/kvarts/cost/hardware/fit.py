@@ -194,9 +194,11 @@ def fit_memory(
     pipeline_parallel: int = 1,
     kv_dtype: str | None = None,
     num_draft_layers: int = 0,
+    states_in_pool: bool = False,
 ) -> MemoryFit:
     """Return the number of pages of `page_size` tokens that fit. Raise ConfigError if none fits besides the weights.
 
+    `states_in_pool`: states take blocks as requests run, as in vLLM; else they are set aside for `max_num_seqs`.
     Activations are an estimate; an engine measures its real needs. Per token of a step: the residual stream twice,
     queries, and the widest feed-forward layer with its gate. Per sequence: its logits in 32 bits, twice.
     """
@@ -228,7 +230,9 @@ def fit_memory(
         weight_bytes += -(-weight_bytes * num_draft_layers // geometry.num_layers)
         page_bytes += page_size * num_draft_layers * draft_bytes_per_token(geometry, tensor_parallel, kv_dtype)
     kv_bytes = int(memory_fraction * device.memory_bytes) - weight_bytes - activation_bytes - CONTEXT_BYTES
-    state_bytes = local_state_bytes(geometry, max_num_seqs, tensor_parallel, pipeline_parallel)
+    state_bytes = 0
+    if not states_in_pool:
+        state_bytes = local_state_bytes(geometry, max_num_seqs, tensor_parallel, pipeline_parallel)
     fit = MemoryFit(
         max(0, (kv_bytes - state_bytes) // page_bytes),
         page_bytes,

@@ -71,12 +71,12 @@ class Experts(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct, frozen=True):
-    """A layer that keeps a state instead of tokens: Mamba-2, or linear attention with a gated delta rule.
+    """A layer that keeps a state instead of tokens: Mamba, linear attention with a gated delta rule, a convolution.
 
     `conv_numbers`: inputs kept for the convolution of the next token; `recurrent_numbers`: the state itself. `matrix`:
-    numbers in the matrices of the layer; `small`: in its convolution, norm, biases and decays. `kind`: Mamba-2, a gated
-    delta net, or Kimi Delta Attention. The convolution keeps `conv_rows` inputs; each of `num_groups` groups of Mamba-2
-    has `group_numbers` in a row.
+    numbers in the matrices of the layer; `small`: in its convolution, norm, biases and decays. `kind`: Mamba-2, Mamba,
+    a gated delta net, that of Olmo Hybrid, Kimi Delta Attention, or a short convolution. The convolution keeps
+    `conv_rows` inputs; each of `num_groups` groups of Mamba-2 has `group_numbers` in a row.
     """
 
     conv_numbers: int
@@ -84,7 +84,7 @@ class State(msgspec.Struct, frozen=True):
     matrix: int
     small: int
     recurrent_dtype: str = "float32"
-    kind: Literal["mamba2", "gdn", "kda"] = "mamba2"
+    kind: Literal["mamba2", "mamba1", "gdn", "olmo_gdn", "kda", "short_conv"] = "mamba2"
     conv_rows: int = 3
     num_groups: int = 0
     group_numbers: int = 0
@@ -128,7 +128,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     the weights, as stated by the index of a checkpoint. `kv_dtype`: format of KV that the checkpoint names. `caches`:
     further KV of layers, next to `layers`. `draft`: the KV of a layer that drafts. `fp8_block`: rows and columns of a
     scale. `notes`: differences from the text of the config. `counts_weights`: False if the number of weights is not
-    known. `max_model_len`: the longest sequence that the config states.
+    known. `max_model_len`: the longest sequence that the config states; `most_model_len`: that engines allow.
     """
 
     name: str
@@ -167,6 +167,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     notes: tuple[str, ...] = ()
     counts_weights: bool = True
     max_model_len: int | None = None
+    most_model_len: int | None = None
 
     @property
     def num_layers(self) -> int:

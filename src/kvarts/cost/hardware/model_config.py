@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvarts.base.decoders import decode_json
 from kvarts.base.errors import ConfigError, InputError, MissingFileError, did_you_mean, parts_of
 from kvarts.base.files import read_bytes, reading
 from kvarts.base.limits import MOST_BYTES, brief
@@ -57,9 +60,8 @@ def load_geometry(model: str | Path, weight_dtype: str | None = None) -> Geometr
     unsupported model type.
     """
     name = str(model)
-    known = _known(name)
-    if known is not None:
-        return _geometry(known[0], known[1]["source"], known[1], None, weight_dtype)
+    if _known(name) is not None:
+        return _of_known(name, weight_dtype)
     from pathlib import Path
 
     path = Path(model)
@@ -78,11 +80,21 @@ def load_geometry(model: str | Path, weight_dtype: str | None = None) -> Geometr
     if "compression_config" in values:  # the name that compressed-tensors had first
         values.setdefault("quantization_config", values["compression_config"])
     index = path.parent / "model.safetensors.index.json"
-    total = _total_bytes(index) if path.name == "config.json" and index.exists() else None
+    with reading(index):
+        total = _total_bytes(index) if path.name == "config.json" and index.exists() else None
     beside = path.with_name(path.name.removesuffix("config.json") + "hf_quant_config.json")
-    if values.get("quantization_config") is None and path.name.endswith("config.json") and beside.exists():
-        values["quantization_config"] = _read_json(beside)
+    with reading(beside):
+        if values.get("quantization_config") is None and path.name.endswith("config.json") and beside.exists():
+            values["quantization_config"] = _read_json(beside)
     return _geometry(path.parent.name or path.stem, str(path), values, path, weight_dtype, total)
+
+
+@lru_cache(maxsize=64)
+def _of_known(name: str, weight_dtype: str | None) -> Geometry:
+    """Return the geometry of a model that is known by name. Cached: each trial of a fit needs it."""
+    known = _known(name)
+    assert known is not None
+    return _geometry(known[0], known[1]["source"], known[1], None, weight_dtype)
 
 
 def read_geometry(name: str, source: str, values: dict[str, Any], path: Path, total_bytes: int) -> Geometry:
@@ -124,9 +136,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         try:
             values = msgspec.json.decode(data)
-        except msgspec.DecodeError:
-            values = _with_infinities(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except msgspec.DecodeError:  # numbers such as Infinity, as in configs of Mamba-2
+            values = decode_json(data)
+    except ValueError as error:
         raise InputError(f"is not readable JSON: {error}", path=path) from error
     except RecursionError:
         raise InputError("is not readable JSON: it is nested too deeply", path=path) from None
@@ -156,15 +168,26 @@ def _is_file(name: str) -> bool:
 
 
 def hub_models() -> dict[str, dict[str, Any]]:
-    """Return the configs of the hub's repositories that are known by their ids, in the case of the hub."""
+    """Return the configs of the hub's repositories that are known by their ids, in the case of the hub.
+
+    A preset is the config of the repository that its source names, unless that one has its weights in another format,
+    and of its `repositories`, each with the fields that differ.
+    """
     from pkgutil import get_data
 
     text = get_data("kvarts.cost.hardware", "presets/hub.json")
     assert text is not None
     configs: dict[str, dict[str, Any]] = msgspec.json.decode(text)
     for name, preset in _presets().items():
-        repository = "/".join(preset["source"].removeprefix(HUB).split("/")[:2])
-        configs[repository] = {**preset, "name": name}
+        cited = re.search(rf"{re.escape(HUB)}([\w.-]+/[\w.-]+)", preset["source"])
+        of_name = ({cited[1]: {}} if cited else {}) | preset.pop("repositories", {})
+        for repository, changed in of_name.items():
+            config = {**preset, **changed}
+            if "quantization_config" not in changed:
+                config["name"] = name
+            known = configs.get(repository, config)
+            if known.get("quantization_config") == config.get("quantization_config"):
+                configs[repository] = config
     return configs
 
 
@@ -179,19 +202,6 @@ def _known(name: str) -> tuple[str, dict[str, Any]] | None:
         if repository.lower() == name.lower():
             return config.get("name", repository), {"source": f"{HUB}{repository}/blob/main/config.json", **config}
     return None
-
-
-def _with_infinities(data: bytes) -> Any:
-    """Decode JSON that contains non-standard numbers such as Infinity, as in configs of Mamba-2.
-
-    Raise msgspec.DecodeError if it is not JSON otherwise.
-    """
-    import json  # most configs do not need it
-
-    try:
-        return json.loads(data)
-    except ValueError as error:
-        raise msgspec.DecodeError(str(error)) from error
 
 
 def _presets() -> dict[str, dict[str, Any]]:
@@ -210,6 +220,11 @@ def _defaults() -> dict[str, Any]:
     assert text is not None
     defaults: dict[str, Any] = msgspec.json.decode(text)
     return defaults
+
+
+@cache
+def _field_defaults() -> dict[str, Any]:
+    return {field.name: field.default for field in msgspec.structs.fields(ConfigFields)}
 
 
 def _values_of_text(values: dict[str, Any], path: Path | None) -> dict[str, Any]:
@@ -239,13 +254,20 @@ def _values_of_text(values: dict[str, Any], path: Path | None) -> dict[str, Any]
         for known, missing in ((one, other), (other, one)):
             if given.get(missing) is None and given.get(known) is not None:
                 given[missing] = given[known]
-    has_default = {field.name: field.default for field in msgspec.structs.fields(ConfigFields)}
+    for key in (
+        "moe_intermediate_size",
+        "moe_topk",
+        "num_experts_per_tok",
+        "num_shared_expert",
+    ):  # Hunyuan lists layers
+        if isinstance(given.get(key), list) and len(set(map(str, given[key]))) == 1:
+            given[key] = given[key][0]
     given |= {rank: None for rank in ("kv_lora_rank", "q_lora_rank") if given.get(rank) == 0}  # plain projections
     # A null differs from a missing field: it can mean that a model has no window.
     given = {
         key: value
         for key, value in given.items()
-        if value is not None or has_default.get(key) in (None, msgspec.NODEFAULT)
+        if value is not None or _field_defaults().get(key) in (None, msgspec.NODEFAULT)
     }
     return {**defaults["families"].get(own, {}), **given, "model_type": like(family)}
 
@@ -293,6 +315,8 @@ def _geometry(
     if config.model_type == "gemma4_text":
         is_dense = [True] * num_layers
         facts |= {"num_norms": 7 if experts is not None else 4, "num_mlp_layers": num_layers}
+    if config.model_type == "falcon_h1":
+        facts["num_mlp_layers"] = num_layers
     if config.model_type == "nemotron_h":
         is_dense = [kind == "mlp" for kind in block_types(config, num_layers, path)]
         facts["num_mlp_layers"] = sum(is_dense)
@@ -321,6 +345,7 @@ def _geometry(
         draft=read_draft(config, layers, head_dim, path),
         fp8_block=fp8_block_of(config.quantization_config),
         max_model_len=max_length_of(config),
+        most_model_len=max(max_length_of(config) or 0, config.max_position_embeddings or 0) or None,
         **{**facts, **family_facts},
     )
     quantization = config.quantization_config
@@ -400,6 +425,11 @@ def _dense_width(config: ConfigFields, has_experts: list[bool], path: Path | Non
         num_layers = len(has_experts)
         shared = min(config.num_kv_shared_layers, num_layers)
         width = None if width is None else -(-width * (num_layers + shared) // num_layers)
+    if family == "lfm2":
+        width = config.block_ff_dim or width
+        if width is not None and config.block_auto_adjust_ff_dim:
+            step = config.block_multiple_of
+            width = step * -(-int(config.block_ffn_dim_multiplier * int(2 * width / 3)) // step)
     if width is None and not all(has_experts):
         raise InputError("is missing", path=path, field="intermediate_size")
     return width or 0
@@ -443,6 +473,9 @@ def _experts(config: ConfigFields, has_experts: list[bool], path: Path | None) -
         shared = config.share_expert_dim
     elif family == "minimax_m3_vl_text" and config.shared_intermediate_size:
         shared = config.shared_intermediate_size
+    elif family in ("exaone_moe", "ernie4_5_moe", "hunyuan_v1_moe"):
+        num_shared = config.moe_num_shared_experts if config.num_shared_experts is None else config.num_shared_experts
+        shared = size * ((config.num_shared_expert if family == "hunyuan_v1_moe" else num_shared) or 0)
     else:
         shared += config.shared_expert_intermediate_size + config.shared_intermediate_size
     return Experts(
@@ -462,10 +495,18 @@ def _has_experts(config: ConfigFields, num_layers: int, path: Path | None) -> li
     family = config.model_type
     count = config.n_routed_experts or config.num_experts or config.num_local_experts
     layers = range(num_layers)
-    if not count or (family == "gemma4_text" and not config.enable_moe_block):
+    if not count or (family == "gemma4_text" and not config.enable_moe_block) or (family == "jamba" and count == 1):
         return [False] * num_layers
     if family == "nemotron_h":
         return [kind == "moe" for kind in block_types(config, num_layers, path)]
+    if family == "jamba":
+        return [layer % config.expert_layer_period == config.expert_layer_offset for layer in layers]
+    if family == "lfm2_moe":
+        return [layer >= config.num_dense_layers for layer in layers]
+    if family == "ernie4_5_moe":
+        first, last, every = config.moe_layer_start_index, config.moe_layer_end_index, config.moe_layer_interval
+        last = num_layers - 1 if last in (None, -1) else last
+        return [first <= layer <= last and (layer + 1) % every == 0 for layer in layers]
     if family == "llama4_text":
         every = config.interleave_moe_layer_step
         chosen = config.moe_layers

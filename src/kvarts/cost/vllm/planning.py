@@ -120,7 +120,8 @@ class PlanSettings(msgspec.Struct, frozen=True, kw_only=True):
 class PlanGroup(msgspec.Struct, frozen=True):
     """Layers with one block table: their indices, and bytes of a block of all of them without the block's padding.
 
-    `kinds`: the kinds of spec in it. `blocks_per_request`: blocks of a request of the maximum length.
+    Of a pipeline, `layers` are those of the first stage, which may be none. `kinds`: the kinds of spec in it.
+    `blocks_per_request`: blocks of a request of the maximum length.
     """
 
     kinds: tuple[SpecKind, ...]
@@ -129,6 +130,7 @@ class PlanGroup(msgspec.Struct, frozen=True):
     page_bytes: int
     blocks_per_request: int
     window: int | None
+    chunk: int | None
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -690,4 +692,5 @@ def _described(group: _Group, max_model_len: int, settings: PlanSettings) -> Pla
         page_bytes=sum(spec.page_bytes for spec in specs),
         blocks_per_request=_blocks_of(group.first, max_model_len, settings),
         window=next(iter(windows)) if len(windows) == 1 else None,
+        chunk=group.first.chunk,
     )

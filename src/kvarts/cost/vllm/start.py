@@ -36,14 +36,18 @@ UNSTATED_LENGTH = 2048
 class StartSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of `vllm serve`; None for vLLM's default on the device.
 
-    `data_parallel`: ranks that share experts. `max_model_len`: -1 for the longest that fits. `num_drafts`: tokens that
-    layers such as MTP draft. `block_size`: the size that the user asks for.
+    `data_parallel`: ranks that share experts. `context_parallel`: ranks of decode context parallelism, which share the
+    tokens of a request. `max_model_len`: -1 for the longest that fits. `num_drafts`: tokens that layers such as MTP
+    draft. `block_size`: the size that the user asks for. `num_blocks_override`: blocks, whatever the memory is.
+    `ssm_dtype`: the format of recurrent states. `has_full_graphs`: CUDA graphs of whole decodes, which more sequences
+    than blocks of states cannot have. `is_throughput`: vLLM's performance mode of that name.
     """
 
     version: Version = NEWEST
     tensor_parallel: int = 1
     data_parallel: int = 1
     pipeline_parallel: int = 1
+    context_parallel: int = 1
     max_model_len: int | None = None
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
@@ -52,14 +56,21 @@ class StartSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory_fraction: float = 0.92
     has_prefix_caching: bool = True
     has_async_scheduling: bool = True
+    has_chunked_prefill: bool = True
+    has_hybrid_manager: bool = True
+    has_full_graphs: bool = True
+    is_throughput: bool = False
     num_drafts: int = 0
+    num_blocks_override: int | None = None
+    ssm_dtype: str | None = None
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
     """What a start decides: settings as they come to be, and the plan.
 
     `block_size`: tokens of a block of attention. `state_padding`: the share that a state's page is longer than the
-    state; None without states. `refusal`: vLLM's words where no attention backend takes the model, else None.
+    state; None without states. `refusal`: vLLM's words where it does not build the model, else None; `longest`: the
+    length that these name.
     """
 
     version: Version
@@ -72,11 +83,12 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     specs: tuple[dict[str, LayerSpec], ...]
     settings: PlanSettings
     refusal: str | None = None
+    longest: int | None = None
 
     def plan(self, available_bytes: int) -> Plan:
         """Return the plan with `available_bytes` for KV on each device, or the refusal before it."""
         if self.refusal is not None:
-            return Plan(refusal=self.refusal)
+            return Plan(refusal=self.refusal, longest=self.longest)
         return plan(self.specs, [available_bytes] * len(self.specs), self.settings)
 
     def lines(self, planned: Plan, available_bytes: int | None = None) -> list[str]:
@@ -144,6 +156,19 @@ def batch_defaults(device: Device, version: Version) -> tuple[int, int]:
     return (16_384 if device.memory_bytes >= 160 * GIB else 8192), 1024
 
 
+def _batch(device: Device, settings: StartSettings, length: int) -> tuple[int, int]:
+    """Return the tokens per step and the sequences of a server whose requests have at most `length` tokens."""
+    tokens, seqs = batch_defaults(device, settings.version)
+    if settings.is_throughput:
+        tokens, seqs = 2 * tokens, 2 * seqs
+    seqs = settings.max_num_seqs or seqs
+    if settings.max_num_batched_tokens is not None:
+        tokens = settings.max_num_batched_tokens
+    else:
+        tokens = min(tokens if settings.has_chunked_prefill else max(tokens, length), seqs * length)
+    return tokens, settings.max_num_seqs or min(seqs, tokens)
+
+
 class _Kernels(msgspec.Struct, frozen=True):
     """Tokens of a block that the kernels of all attention layers take.
 
@@ -201,6 +226,50 @@ def _backend_refusal(geometry: Geometry, device: Device, is_fp8_kv: bool) -> str
     return None
 
 
+def _context_refusal(geometry: Geometry, settings: StartSettings) -> str | None:
+    """Return vLLM's message if ranks cannot share the tokens of KV heads that each device has whole, else None."""
+    ways, shared, heads = settings.tensor_parallel, settings.context_parallel, geometry.num_kv_heads
+    if shared == 1 or geometry.latent is not None:
+        return None
+    if ways <= heads:
+        return (
+            f"Decode context parallelism for GQA/MQA requires `--tensor-parallel-size` ({ways}) to be greater than the "
+            f"model's total number of KV heads ({heads}). Increase `--tensor-parallel-size` or set "
+            "`--decode-context-parallel-size 1`."
+        )
+    if shared > ways // heads:
+        return (
+            f"`--decode-context-parallel-size` ({shared}) exceeds the maximum supported value ({ways // heads}) for "
+            f"`--tensor-parallel-size` ({ways}) and {heads} model KV heads."
+        )
+    if geometry.num_heads // heads % shared:
+        return (
+            f"The model's number of query heads per KV head ({geometry.num_heads // heads}) must be divisible by "
+            f"`--decode-context-parallel-size` ({shared}) for GQA/MQA."
+        )
+    return None
+
+
+def _length_refusal(geometry: Geometry, length: int) -> str | None:
+    """Return vLLM's message for a length above that of the model, else None."""
+    most = geometry.most_model_len
+    if most is None or length <= most:
+        return None
+    return (
+        f"User-specified max_model_len ({length}) is greater than the derived max_model_len "
+        f"(max_position_embeddings={float(most)} or model_max_length=None in model's config.json). To allow overriding "
+        "this maximum, set the env var VLLM_ALLOW_LONG_MAX_MODEL_LEN=1."
+    )
+
+
+def _groups_refusal(geometry: Geometry, tensor_parallel: int) -> str | None:
+    """Return vLLM's message for groups of Mamba-2 that devices neither divide nor each have whole, else None."""
+    num_groups = 0 if geometry.state is None else geometry.state.num_groups
+    if num_groups < 2 or not num_groups % tensor_parallel:
+        return None
+    return "If tensor parallel world size does not divide num_groups, then num_groups must equal 1."
+
+
 def start(geometry: Geometry, device: Device, settings: StartSettings) -> Start:
     """Return what vLLM decides before it measures memory. Raise ConfigError for settings that it cannot have.
 
@@ -208,14 +277,21 @@ def start(geometry: Geometry, device: Device, settings: StartSettings) -> Start:
     """
     capability = device.capability or 9
     version, ways = settings.version, settings.tensor_parallel
-    tokens, seqs = batch_defaults(device, version)
     stated = geometry.max_model_len or UNSTATED_LENGTH
     fits_length = settings.max_model_len == -1
     length = stated if settings.max_model_len is None or fits_length else settings.max_model_len
     if length < 1:
         raise ConfigError(f"must be at least 1, or -1 for the longest that fits, got {length}", field="max_model_len")
-    tokens = min(settings.max_num_batched_tokens or tokens, (settings.max_num_seqs or seqs) * length)
-    seqs = settings.max_num_seqs or min(seqs, tokens)
+    if ways % settings.context_parallel:
+        raise ConfigError(
+            f"must be a divisor of tensor_parallel, got {settings.context_parallel} with {ways}",
+            field="context_parallel",
+        )
+    too_long = _length_refusal(geometry, length)
+    tokens, seqs = _batch(device, settings, length)
+    if settings.ssm_dtype is not None and geometry.state is not None:
+        state = msgspec.structs.replace(geometry.state, recurrent_dtype=settings.ssm_dtype)
+        geometry = msgspec.structs.replace(geometry, state=state)
     kept = geometry.kept_as(settings.kv_dtype)
     kernels = _kernels(geometry, capability, is_fp8(kept))
     block_size = settings.block_size or kernels.preferred
@@ -232,7 +308,7 @@ def start(geometry: Geometry, device: Device, settings: StartSettings) -> Start:
     if has_states:
         state_bytes = _state_bytes(geometry, ways, settings.num_drafts)
         block_size = _aligned_block(geometry, kernels, block_size, state_bytes, kept, ways, grid)
-    layers = _specs(geometry, settings, kernels, block_size, kept, grid)
+    layers = _specs(geometry, settings, kernels, block_size, kept, grid, length)
     pages = [spec.page_bytes for spec in layers.values() if spec.kind == "state"]
     stages = _stages(layers, geometry.num_layers, settings.pipeline_parallel)
     in_flight = settings.pipeline_parallel + 1 if settings.has_async_scheduling else settings.pipeline_parallel
@@ -245,7 +321,11 @@ def start(geometry: Geometry, device: Device, settings: StartSettings) -> Start:
         max_num_seqs=seqs,
         kv_dtype=next((layer.own_dtype for layer in geometry.layers if layer.own_dtype), kept),
         specs=tuple(stages),
-        refusal=_backend_refusal(geometry, device, is_fp8(kept)),
+        refusal=too_long
+        or _context_refusal(geometry, settings)
+        or _groups_refusal(geometry, ways)
+        or _backend_refusal(geometry, device, is_fp8(kept)),
+        longest=None if too_long is None else geometry.most_model_len,
         settings=PlanSettings(
             version=version,
             max_model_len=length,
@@ -254,6 +334,10 @@ def start(geometry: Geometry, device: Device, settings: StartSettings) -> Start:
             layouts=kernels.layouts,
             state_mode="align" if settings.has_prefix_caching else "none",
             fits_length=fits_length,
+            has_hybrid_manager=settings.has_hybrid_manager,
+            context_parallel=settings.context_parallel,
+            num_blocks_override=settings.num_blocks_override,
+            checks_states=settings.has_full_graphs,
         ),
     )
 
@@ -272,7 +356,7 @@ def _checkpoint_grid(geometry: Geometry, capability: int, version: Version) -> i
         return 64 if version != "0.32" and capability in (9, 10, 12) else None
     if kind == "kda":
         return 16 if capability in (9, 10) else None
-    return None if kind is None else 1
+    return 1 if kind == "mamba2" else None
 
 
 def _state_bytes(geometry: Geometry, tensor_parallel: int, num_drafts: int) -> int:
@@ -326,8 +410,12 @@ def _specs(
     block_size: int,
     kept: str,
     grid: int | None,
+    max_model_len: int,
 ) -> dict[str, LayerSpec]:
-    """Return the spec of each layer that keeps KV, in the order in which vLLM registers them."""
+    """Return the spec of each layer that keeps KV, in the order in which vLLM registers them.
+
+    A state has the block of attention, or with no prefix cache one of `max_model_len` tokens.
+    """
     specs: dict[str, LayerSpec] = {}
     token_pages: int | None = None
     is_packed = any(layer.own_dtype for layer in geometry.layers)
@@ -351,7 +439,7 @@ def _specs(
     state_bytes = _state_bytes(geometry, ways, settings.num_drafts) if geometry.state_bytes else 0
     state = LayerSpec(
         kind="state",
-        block_size=block_size,
+        block_size=block_size if settings.has_prefix_caching else max_model_len,
         state_bytes=state_bytes,
         padded_bytes=token_pages if token_pages is not None and token_pages > state_bytes else None,
         num_drafts=settings.num_drafts,

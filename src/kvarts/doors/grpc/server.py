@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvarts.base.errors import ConfigError
 from kvarts.base.signals import asked_to_stop
-from kvarts.doors.exposure import check_certificate, check_reach
+from kvarts.doors.exposure import check_certificate, check_reach, host_port
 from kvarts.doors.grpc.messages import (
     AppendRequest,
     Fork,
@@ -233,27 +233,26 @@ SERVICES = ("", CONTRACT, SERVICE)
 
 
 class Binding(msgspec.Struct, frozen=True, kw_only=True):
-    """An address, `HOST:PORT` with port 0 for a free one, and its protection: TLS, and whether a token is required.
+    """An address, with port 0 for a free one, and its protection: TLS, and whether a token is required.
 
-    `insecure`: number of times --insecure was given, see kvarts.doors.exposure. Raises ConfigError for an address that
-    other machines reach without protection, and MissingFileError or InputError for the files of a certificate and its
-    key.
+    `insecure`: waive that protection. Raises ConfigError for an address that other machines reach without it, and
+    MissingFileError or InputError for the files of a certificate and its key.
     """
 
-    address: str
+    host: str = "127.0.0.1"
+    port: int = 0
     tls_cert: Path | None = None
     tls_key: Path | None = None
     asks_for_token: bool = False
-    insecure: int = 0
+    insecure: bool = False
 
     def __post_init__(self) -> None:
-        host, colon, port = self.address.rpartition(":")
-        if not colon or not host or not port.isdecimal() or int(port) > 65535:
-            raise ConfigError(f"{self.address!r} is no address", field="bind", hint="Write HOST:PORT.")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"must be from 0 to 65535, got {self.port}", field="port")
         check_certificate(self.tls_cert, self.tls_key)
         check_reach(
-            host,
-            field="bind",
+            self.host,
+            field="host",
             insecure=self.insecure,
             encrypts=self.is_encrypted,
             asks_for_token=self.asks_for_token,
@@ -270,14 +269,16 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
         try:
             if self.tls_cert is not None and self.tls_key is not None:
                 pair = (self.tls_key.read_bytes(), self.tls_cert.read_bytes())
-                port = server.add_secure_port(self.address, grpc.ssl_server_credentials([pair]))
+                port = server.add_secure_port(host_port(self.host, self.port), grpc.ssl_server_credentials([pair]))
             else:
-                port = server.add_insecure_port(self.address)
+                port = server.add_insecure_port(host_port(self.host, self.port))
         except RuntimeError:
             raise ConfigError(
-                f"cannot listen on {self.address}", field="bind", hint="Is the port taken, or the host not here?"
+                f"cannot listen on {host_port(self.host, self.port)}",
+                field="port",
+                hint="Is the port taken, or the host not here?",
             ) from None
-        return f"{self.address.rpartition(':')[0]}:{port}"
+        return host_port(self.host, port)
 
 
 class SessionServer:

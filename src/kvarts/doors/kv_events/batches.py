@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from threading import Condition
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -18,6 +18,7 @@ from kvarts.core.keys import VLLM_DEFAULT_SEED, BlockKey, KeyAlgorithm, salt_par
 from kvarts.doors.exposure import check_endpoint, check_reach
 
 __all__ = [
+    "ALGORITHM",
     "MAX_WAITING",
     "Batch",
     "BatchQueue",
@@ -31,17 +32,24 @@ __all__ = [
     "Told",
     "Wire",
     "at_rank",
+    "lora_name",
+    "token_ids",
 ]
 
-Form = Literal["map", "array"]
+Form = Literal["map", "array", "sglang"]
 Extent = Literal["blocks", "copies", "reports"]
+ALGORITHM: Final[KeyAlgorithm] = "sha256_cbor"
 
 
 class EventGroup(msgspec.Struct, frozen=True):
-    """A KV group as described in events: the retention of its layers, and the tokens of a window or a chunk."""
+    """A KV group as described in events: the retention of its layers, and the tokens of a window or a chunk.
 
-    kind: Literal["full", "latent", "window", "chunk", "state"]
+    `block_pages`: the pages of a block, more than 1 if the blocks of groups hold different numbers of tokens.
+    """
+
+    kind: Literal["full", "latent", "window", "latent_window", "chunk", "state"]
     tokens: int | None = None
+    block_pages: int = 1
 
 
 class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,29 +66,31 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     of vLLM's `kv_cache_report_mode` `full`, for all requests.
 
     Events hold the token ids of all prompts, and ZMQ neither encrypts nor authenticates: an endpoint that other
-    machines reach requires `insecure`, the number of times --insecure was given, see kvarts.doors.exposure.
+    machines reach requires `insecure`.
     """
 
     endpoint: str
     replay_endpoint: str | None = None
-    form: Form = "map"
+    form: Form | None = None
     topic: str = ""
     connects: bool = False
     rank: int = 0
     buffer_steps: int = 10_000
     high_water_mark: int = 100_000
-    algorithm: KeyAlgorithm = "sha256_cbor"
+    algorithm: KeyAlgorithm = ALGORITHM
     seed: str = VLLM_DEFAULT_SEED
     hash_bytes: bool = False
     state_on_subscribe: bool = False
     state_on_replay: bool = False
     groups: tuple[EventGroup, ...] = ()
     extent: Extent = "blocks"
-    insecure: int = 0
+    insecure: bool = False
 
     def __post_init__(self) -> None:
-        if self.form not in ("map", "array"):
-            raise ConfigError(f"must be 'map' or 'array', got {self.form!r}", field="form")
+        if self.form not in (None, "map", "array", "sglang"):
+            raise ConfigError(f"must be 'map', 'array' or 'sglang', got {self.form!r}", field="form")
+        if self.form == "sglang" and (self.extent != "blocks" or self.hash_bytes or self.groups):
+            raise ConfigError("has no copies, whole hashes or KV groups in SGLang's form", field="form")
         if self.extent not in ("blocks", "copies", "reports"):
             raise ConfigError(f"must be 'blocks', 'copies' or 'reports', got {self.extent!r}", field="extent")
         for field, least in (("rank", 0), ("buffer_steps", 1), ("high_water_mark", 0)):
@@ -123,6 +133,11 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             replay_endpoint=None if replay is None else _at_free_port(replay),
         )
 
+    def for_form(self, form: Form) -> KvEventsConfig:
+        """Return the settings with this format of the engine, unless there is one."""
+        is_open = self.form is None and self.extent == "blocks"
+        return msgspec.structs.replace(self, form=form) if is_open else self
+
     def for_rank(self, rank: int) -> KvEventsConfig:
         """Return the settings for another data-parallel rank."""
         return msgspec.structs.replace(self, rank=rank)
@@ -158,6 +173,7 @@ KINDS = MappingProxyType(
         "full": "full_attention",
         "latent": "mla_attention",
         "window": "sliding_window",
+        "latent_window": "sliding_window_mla",
         "chunk": "chunked_local_attention",
         "state": "mamba",
     }
@@ -166,9 +182,9 @@ KINDS = MappingProxyType(
 
 
 class BlocksStored(msgspec.Struct, frozen=True, gc=False):
-    """Pages of `content` from `start_page` on, one for each of `keys`, can be found.
+    """Blocks of `content` from `start_page` on, one for each of `keys`, can be found.
 
-    `parent`: the block before them. `group`: with KV groups, the group of these parts.
+    `parent`: the block before them. `group`: with KV groups, the group of these parts. `block_pages`: as of EventGroup.
     """
 
     content: Content
@@ -177,6 +193,12 @@ class BlocksStored(msgspec.Struct, frozen=True, gc=False):
     parent: BlockKey | None
     medium: str
     group: int | None = None
+    block_pages: int = 1
+
+    @property
+    def block_size(self) -> int:
+        """The tokens of a block."""
+        return self.content.page_size * self.block_pages
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, gc=False):
@@ -290,11 +312,11 @@ class Wire:
                 "type": "BlockStored",
                 "block_hashes": self._hashes(told.keys),
                 "parent_block_hash": self._parent(told),
-                "token_ids": _token_ids(told),
-                "block_size": told.content.page_size,
+                "token_ids": token_ids(told),
+                "block_size": told.block_size,
                 "lora_id": None,
                 "medium": told.medium,
-                "lora_name": _lora_name(told),
+                "lora_name": lora_name(told),
                 "extra_keys": _extra_keys(told),
                 "group_idx": told.group or 0,
                 **self._kept_by(told),
@@ -311,8 +333,8 @@ class Wire:
     def _as_array(self, told: Told) -> list[Any]:
         if isinstance(told, BlocksStored):
             hashes, parent = self._hashes(told.keys), self._parent(told)
-            size, name = told.content.page_size, _lora_name(told)
-            stored = ["BlockStored", hashes, parent, _token_ids(told), size, None, told.medium, name]
+            size, name = told.block_size, lora_name(told)
+            stored = ["BlockStored", hashes, parent, token_ids(told), size, None, told.medium, name]
             if told.group is None:
                 return stored
             return [*stored, _extra_keys(told), told.group, *self._kept_by(told).values()]
@@ -325,7 +347,7 @@ class Wire:
         """Return the fields that describe the group of the blocks."""
         group = ONE_GROUP if told.group is None else self._groups[told.group]
         kept: dict[str, Any] = {"kv_cache_spec_kind": KINDS[group.kind]}
-        if group.kind == "window":
+        if group.kind in ("window", "latent_window"):
             kept["kv_cache_spec_sliding_window"] = group.tokens
         return kept
 
@@ -336,13 +358,14 @@ class Wire:
         return None if told.parent is None else self._hashes([told.parent])[0]
 
 
-def _token_ids(told: BlocksStored) -> list[int]:
-    size = told.content.page_size
-    start = told.start_page * size
-    return told.content.tokens(start, start + len(told.keys) * size).tolist()
+def token_ids(told: BlocksStored) -> list[int]:
+    """Return the tokens of all blocks."""
+    start = told.start_page * told.content.page_size
+    return told.content.tokens(start, start + len(told.keys) * told.block_size).tolist()
 
 
-def _lora_name(told: BlocksStored) -> str | None:
+def lora_name(told: BlocksStored) -> str | None:
+    """Return the name of the adapter under which the blocks were computed; None without one."""
     adapter, _ = salt_parts(told.content.salt)
     return None if adapter is None else adapter.name
 

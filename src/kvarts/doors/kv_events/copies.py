@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import lcm
 from typing import Any
 
 from kvarts.core.content import Content
@@ -47,7 +48,7 @@ class CopiesReader(KvEventReader):
 
     def _store_copies(self, event: CopiesStored) -> None:
         content, part = event.content, (MEDIA["device"], event.group)
-        end = min(event.end_page, content.num_known_pages)
+        end = self._known_end(content, event.end_page, event.group)
         if end <= event.start_page:
             return
         run = self._run(content, event.start_page, end, event.parent, part)
@@ -125,8 +126,13 @@ class ReportsReader(CopiesReader):
     def _num_found(self, content: Content, most: int) -> int:
         """Return how many of the first `most` pages of `content` can be found in all groups."""
         keys = self._names.of(content, 0, most)
-        parts = self._resident.parts_of(MEDIA["device"])
-        return next((at for at, key in enumerate(keys) if not all(key in blocks for blocks in parts.values())), most)
+        hit_pages = lcm(*self._block_pages.values())
+        num_found = most - most % hit_pages
+        for (_, group), blocks in self._resident.parts_of(MEDIA["device"]).items():
+            pages = self._block_pages.get(group, 1)
+            of_blocks = range(0, num_found, pages)
+            num_found = next((at for at in of_blocks if keys[at + pages - 1] not in blocks), num_found)
+        return num_found - num_found % hit_pages
 
     def _report(self, content: Content, num_pages: int) -> None:
         end = min(num_pages, content.num_known_pages)

@@ -26,6 +26,7 @@ from typing import Any
 import zmq
 
 from kvarts.base.errors import ConfigError
+from kvarts.core.keys import KeyMaker, root_key
 from kvarts.doors.kv_events.batches import (
     Batch,
     BatchQueue,
@@ -38,6 +39,7 @@ from kvarts.doors.kv_events.batches import (
 )
 from kvarts.doors.kv_events.copies import CopiesReader, ReportsReader
 from kvarts.doors.kv_events.reader import KvEventReader
+from kvarts.doors.kv_events.sglang import SglangReader, SglangWire
 
 __all__ = [
     "END",
@@ -308,14 +310,14 @@ SUBSCRIPTIONS_AT_ONCE = 1000
 class ZmqPublisher:
     """Owner of the sockets of `config`, and of the past batches. It sends the batches of `queue`, in order.
 
-    `source` provides the full state. Raises ConfigError for an endpoint that cannot be bound.
+    `source` provides the full state; `wire` encodes batches. Raises ConfigError for an endpoint that cannot be bound.
     """
 
-    def __init__(self, config: KvEventsConfig, queue: BatchQueue, source: KvEventReader) -> None:
+    def __init__(self, config: KvEventsConfig, queue: BatchQueue, source: KvEventReader, wire: Wire) -> None:
         self._config = config
         self._queue = queue
         self._source = source
-        self._wire = Wire(config.form, rank=config.rank, hash_bytes=config.hash_bytes, groups=config.groups)
+        self._wire = wire
         self._topic = config.topic.encode()
         self._past: deque[bytes] = deque()
         """Payloads of the last batches: at most `buffer_steps`, and at most MAX_PAST_BYTES."""
@@ -583,10 +585,19 @@ def open_kv_events(config: KvEventsConfig, *, now_s: Callable[[], float] | None 
     Raise ConfigError for an endpoint that cannot be bound.
     """
     queue = BatchQueue()
-    of_extent = READERS[config.extent]
-    reader = of_extent(queue, algorithm=config.algorithm, seed=config.seed, now_s=now_s, clears=config.rank == 0)
+    reader: KvEventReader
+    wire: Wire
+    if config.form == "sglang":
+        reader, wire = SglangReader(queue, now_s=now_s), SglangWire(rank=config.rank)
+    else:
+        hashes = KeyMaker(config.algorithm, root_key(config.algorithm, config.seed))
+        block_pages = [group.block_pages for group in config.groups]
+        reader = READERS[config.extent](
+            queue, hashes=hashes, now_s=now_s, clears=config.rank == 0, block_pages=block_pages
+        )
+        wire = Wire(config.form or "map", rank=config.rank, hash_bytes=config.hash_bytes, groups=config.groups)
     try:
-        return KvEvents(config, reader, ZmqPublisher(config, queue, reader))
+        return KvEvents(config, reader, ZmqPublisher(config, queue, reader, wire))
     except BaseException:
         queue.close()
         raise

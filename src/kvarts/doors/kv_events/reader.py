@@ -9,8 +9,8 @@ from typing import Protocol
 
 from kvarts.core.content import Content
 from kvarts.core.events import CopiesRemoved, Event, PagesRemoved, PagesStored, StepEnded, StepStarted, TransferEnded
-from kvarts.core.keys import VLLM_DEFAULT_SEED, BlockKey, KeyAlgorithm, KeyMaker, root_key
-from kvarts.doors.kv_events.batches import Batch, BlocksCleared, BlocksRemoved, BlocksStored, Told
+from kvarts.core.keys import VLLM_DEFAULT_SEED, BlockKey, KeyMaker, root_key
+from kvarts.doors.kv_events.batches import ALGORITHM, Batch, BlocksCleared, BlocksRemoved, BlocksStored, Told
 
 __all__ = ["MEDIA", "BlockNames", "KvEventReader", "Part", "Place", "ResidentBlocks", "Sink", "runs_of"]
 
@@ -27,11 +27,18 @@ MEDIA = MappingProxyType({"device": "GPU", "host": "CPU", "disk": "STORAGE", "st
 """vLLM's names of the tiers, the fastest first. Other tiers have their own names, in capitals."""
 
 
-class BlockNames:
-    """The keys of requested pages, cached for the life of their contents. `algorithm` and `seed`: those of vLLM."""
+class Hashes(Protocol):
+    """Computes keys of blocks, one after the other."""
 
-    def __init__(self, algorithm: KeyAlgorithm, seed: str) -> None:
-        self._maker = KeyMaker(algorithm, root_key(algorithm, seed))
+    def extend(self, keys: list[BlockKey], content: Content, num_pages: int) -> None:
+        """Extend `keys`, the first keys of `content`, to `num_pages` keys. All tokens that they hash must be known."""
+
+
+class BlockNames:
+    """The keys of requested pages, cached for the life of their contents. `hashes` computes them."""
+
+    def __init__(self, hashes: Hashes) -> None:
+        self._hashes = hashes
 
     def of(self, content: Content, start: int, end: int, before: Content | None = None) -> list[BlockKey]:
         """Return the keys of pages [start, end) of `content`, whose tokens must be known.
@@ -43,7 +50,7 @@ class BlockNames:
             known: list[BlockKey] | None = None if before is None else before.noted(self)
             keys = [] if known is None else known[:start]
             content.note(self, keys)
-        self._maker.extend(keys, content, end)
+        self._hashes.extend(keys, content, end)
         return keys[start:end]
 
 
@@ -69,7 +76,7 @@ class ResidentBlocks:
         content, page, before = run.content, run.start_page, run.parent
         for key in run.keys:
             blocks[key] = content, page, before
-            page += 1
+            page += run.block_pages
             before = key
 
     def remove(self, part: Part, keys: Sequence[BlockKey]) -> list[BlockKey]:
@@ -89,8 +96,8 @@ class ResidentBlocks:
         return {part: self._parts[part].copy() for part in parts}
 
 
-def runs_of(blocks: Mapping[BlockKey, Place], part: Part) -> list[BlocksStored]:
-    """Return runs that store `blocks`, each after the runs that it follows."""
+def runs_of(blocks: Mapping[BlockKey, Place], part: Part, block_pages: int = 1) -> list[BlocksStored]:
+    """Return runs that store `blocks`, of so many pages, each after the runs that it follows."""
     runs: list[BlocksStored] = []
     open_runs: dict[BlockKey, list[BlockKey]] = {}
     # In order of depth, every page follows its parent, and every run the run that it continues.
@@ -102,7 +109,10 @@ def runs_of(blocks: Mapping[BlockKey, Place], part: Part) -> list[BlocksStored]:
         keys.append(key)
         open_runs[key] = keys
     # The content of a run's first page may end before the run does; that of the last page covers the whole run.
-    return [BlocksStored(blocks[run.keys[-1]][0], run.start_page, tuple(run.keys), run.parent, *part) for run in runs]
+    return [
+        BlocksStored(blocks[run.keys[-1]][0], run.start_page, tuple(run.keys), run.parent, *part, block_pages)
+        for run in runs
+    ]
 
 
 class Sink(Protocol):
@@ -118,10 +128,11 @@ class Sink(Protocol):
 class KvEventReader:
     """An EventReader that passes batches, numbered from 0, to `sink`, and tracks which blocks can be found.
 
-    It knows the caches only by their events. `now_s`: clock for batches; by default, the engine's. Pages of unknown
-    tokens are unnamed and counted in `num_unnamed_pages`; only their own request can find them. When the last
-    block is removed, one `BlocksCleared` is emitted instead, unless `clears` is False: with several ranks under one
-    name, consumers may apply it to all of them.
+    It knows the caches only by their events. `hashes`: by default, those of vLLM. `now_s`: clock for batches; by
+    default, the engine's. Pages of unknown tokens are unnamed and counted in `num_unnamed_pages`; only
+    their own request can find them. When the last block is removed, one `BlocksCleared` is emitted instead, unless
+    `clears` is False: with several ranks under one name, consumers may apply it to all of them. `block_pages`: by KV
+    group, the pages of a block, whose name is that of its last page; by default 1 in each.
     """
 
     wants_details = True
@@ -130,15 +141,17 @@ class KvEventReader:
         self,
         sink: Sink,
         *,
-        algorithm: KeyAlgorithm = "sha256_cbor",
-        seed: str = VLLM_DEFAULT_SEED,
+        hashes: Hashes | None = None,
         now_s: Callable[[], float] | None = None,
         clears: bool = True,
+        block_pages: Sequence[int] = (),
     ) -> None:
         self._sink = sink
+        self._block_pages: dict[int | None, int] = {}
+        self._block_pages.update(enumerate(block_pages))
         self._now_s = now_s
         self._clears = clears
-        self._names = BlockNames(algorithm, seed)
+        self._names = BlockNames(hashes or KeyMaker(ALGORITHM, root_key(ALGORITHM, VLLM_DEFAULT_SEED)))
         self._resident = ResidentBlocks(tuple(MEDIA.values()))
         self._orphans: dict[BlockKey, list[BlocksStored]] = {}
         """Whole pages that a tier has received after all others had lost the page before them, by the name of that
@@ -182,12 +195,12 @@ class KvEventReader:
         """
         with self._lock:
             seq, time_s, layers = self.num_batches - 1, self.time_s, self._layers()
-        return Batch(seq, time_s, _everything(layers))
+        return Batch(seq, time_s, self._everything(layers))
 
     def announce(self) -> None:
         """Emit the full state as a new batch, as if all blocks had just been stored."""
         with self._lock:
-            self._batch(_everything(self._layers()))
+            self._batch(self._everything(self._layers()))
 
     @property
     def time_s(self) -> float:
@@ -198,6 +211,20 @@ class KvEventReader:
         """Return the blocks that can be found."""
         return [self._resident.copy()]
 
+    def _everything(self, layers: Sequence[Blocks]) -> list[Told]:
+        """Return events that clear everything, and then store the blocks, layer by layer.
+
+        The block before a run may be in another medium alone: whichever begins earlier in a sequence comes first.
+        """
+        told: list[Told] = [BlocksCleared()]
+        for parts in layers:
+            runs: list[BlocksStored] = []
+            for part, blocks in parts.items():
+                runs += runs_of(blocks, part, self._block_pages.get(part[1], 1))
+            runs.sort(key=lambda run: run.start_page)
+            told += runs
+        return told
+
     def _batch(self, told: Sequence[Told]) -> None:
         batch = Batch(self.num_batches, self.time_s, told)
         self.num_batches += 1
@@ -205,7 +232,7 @@ class KvEventReader:
 
     def _store(self, event: PagesStored) -> None:
         content, start = event.content, event.start_page
-        end = min(event.end_page, content.num_known_pages)
+        end = self._known_end(content, event.end_page, event.group)
         if end < event.end_page:
             self.num_unnamed_pages += event.end_page - max(end, start)
         if end <= start:
@@ -229,8 +256,14 @@ class KvEventReader:
 
     def _run(self, content: Content, start: int, end: int, before: Content | None, part: Part) -> BlocksStored:
         """Return pages [start, end) of `content` as blocks of `part`. `before`: a content with the page before them."""
-        keys = self._names.of(content, start, end, before)
-        return BlocksStored(content, start, keys, self._parent(content, start, before), *part)
+        pages = self._block_pages.get(part[1], 1)
+        keys = self._names.of(content, start, end, before)[pages - 1 :: pages]
+        return BlocksStored(content, start, keys, self._parent(content, start, before), *part, pages)
+
+    def _known_end(self, content: Content, end: int, group: int | None) -> int:
+        """Return the last page, at most `end`, up to which the tokens of all blocks of a group are known."""
+        known = min(end, content.num_known_pages)
+        return known - known % self._block_pages.get(group, 1)
 
     def _emit(self, run: BlocksStored) -> None:
         self._emit_removed()
@@ -257,10 +290,11 @@ class KvEventReader:
     def _keys_of_removed(self, event: PagesRemoved | CopiesRemoved, part: Part) -> list[BlockKey]:
         """Return the names of removed pages, the last page first. Removals of another part are emitted before."""
         content = event.content
-        end = min(event.end_page, content.num_known_pages)
+        end = self._known_end(content, event.end_page, event.group)
         if end <= event.start_page:
             return []
-        keys = self._names.of(content, event.start_page, end)
+        pages = self._block_pages.get(event.group, 1)
+        keys = self._names.of(content, event.start_page, end)[pages - 1 :: pages]
         keys.reverse()
         if part != self._removed_from:
             self._emit_removed()
@@ -297,16 +331,3 @@ def _without(run: BlocksStored, part: Part, keys: Collection[BlockKey]) -> list[
 
 def _medium_of(event: PagesStored | PagesRemoved) -> str:
     return MEDIA.get(event.medium) or event.medium.upper()
-
-
-def _everything(layers: Sequence[Blocks]) -> list[Told]:
-    """Return events that clear everything, and then store the blocks, layer by layer.
-
-    The block before a run may be in another medium alone: whichever begins earlier in a sequence comes first.
-    """
-    told: list[Told] = [BlocksCleared()]
-    for parts in layers:
-        runs: list[BlocksStored] = [run for part, blocks in parts.items() for run in runs_of(blocks, part)]
-        runs.sort(key=lambda run: run.start_page)
-        told += runs
-    return told

@@ -9,13 +9,14 @@ from enum import Enum
 from functools import lru_cache
 from pathlib import Path
 from time import monotonic, time
-from typing import IO, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from kvarts.base.errors import OutputError
-from kvarts.base.files import append_whole, is_replaceable, open_stream, shown, writing
+from kvarts.base.files import shown
+from kvarts.base.growing import GrowingFile
 from kvarts.base.tenants import ANYONE, Keys, Owner
 from kvarts.doors.openai.errors import ApiError
 from kvarts.doors.openai.http import HttpRequest
@@ -58,8 +59,7 @@ class AccessLog:
         self._waiting = bytearray()
         self._flushing: asyncio.TimerHandle | None = None
         self._error: OutputError | None = None
-        with writing(path):
-            self._file: IO[bytes] | None = path.open("ab", buffering=0) if is_replaceable(path) else open_stream(path)
+        self._file: GrowingFile | None = GrowingFile(path, keeps=True)
 
     def add(self, method: str, path: str, status: int, started_s: float, request_id: str, *, owner: str,
             client: str, is_whole: bool) -> None:  # fmt: skip
@@ -87,8 +87,7 @@ class AccessLog:
         if file is None or not text:
             return
         try:
-            with writing(self._path):
-                append_whole(file, text)
+            file.write(text)
         except OutputError as error:
             self._error = error
             self._say(f"the access log {shown(self._path)} ends: {error.what}")
@@ -102,12 +101,12 @@ class AccessLog:
         if self._error is not None:
             raise self._error
 
-    def _close(self, file: IO[bytes]) -> None:
+    def _close(self, file: GrowingFile) -> None:
         self._file = None
         try:
             file.close()
-        except OSError:
-            return  # it was reported, or there is nothing left to write
+        except OutputError as error:
+            self._error = self._error or error
 
 
 Handler = Callable[[Any], Awaitable[None]]
@@ -127,10 +126,11 @@ class Access(Enum):
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """One method of one path; a path that ends in `/` is followed by one name.
+    """One method of one path, which may end with a name in braces: `/v1/models/{model}`.
 
     `max_body_bytes`: limit of its requests' bodies; None: the limit of the server. `generates`: counted, recorded, and
-    subject to failures on purpose.
+    subject to failures on purpose. `body`: the type of its bodies. `query`: names and meanings of its parameters.
+    `about`: what it does, if the docstring of `handler` does not say it.
     """
 
     method: str
@@ -139,6 +139,15 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     access: Access
     max_body_bytes: int | None = SMALL_BYTES
     generates: bool = False
+    body: type[Any] | None = None
+    query: Sequence[tuple[str, str]] = ()
+    about: str = ""
+
+    @property
+    def prefix(self) -> str | None:
+        """The path before the name; None without one."""
+        before, brace, _ = self.path.partition("{")
+        return before if brace else None
 
 
 class Guard:

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from kvarts.base.decoders import convert
-from kvarts.base.errors import ConfigError, InputError, parts_of
+from kvarts.base.decoders import UNDECODED, convert
+from kvarts.base.errors import ConfigError, InputError, parts_of, problem_of
 from kvarts.base.files import read_bytes, read_toml
 from kvarts.base.limits import brief
 from kvarts.doors.openai.budget import Budget
@@ -451,8 +451,8 @@ def load_rules(path: Path) -> tuple[Rule, ...]:
         if not isinstance(given, list):
             raise ConfigError("is not a list of rules", field="answers", hint=HINT)
         return rules_of(given)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"is not JSON: {error}", path=path, hint=HINT) from error
+    except UNDECODED as error:
+        raise InputError(f"is not JSON: {problem_of(error)}", path=path, hint=HINT) from error
     except ConfigError as error:
         error.path = path
         raise

@@ -1,4 +1,4 @@
-"""The ASGI application: dispatch by path, access checks, and rendering of errors."""
+"""The application: dispatch by path, access checks, and rendering of errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvarts.base.errors import ConfigError, OutputError
-from kvarts.base.limits import brief
+from kvarts.base.limits import MOST_SHOWN, brief
 from kvarts.doors.openai.access import Access, Guard, Route
 from kvarts.doors.openai.bodies import model_in, parsed
 from kvarts.doors.openai.budget import Workbench
@@ -20,31 +20,18 @@ from kvarts.doors.openai.embeddings import EMBEDDINGS
 from kvarts.doors.openai.errors import ApiError, api_error, is_bug
 from kvarts.doors.openai.failures import NO_FAILURE, Cut, Failure, FailureScript, parse_failure
 from kvarts.doors.openai.generation import Exchange, Generating
-from kvarts.doors.openai.http import (
-    DIRECT,
-    Body,
-    ClientGone,
-    HttpRequest,
-    HttpResponse,
-    Intake,
-    Receive,
-    Scope,
-    Send,
-    new_id,
-)
+from kvarts.doors.openai.http import Body, ClientGone, HttpRequest, HttpResponse, Intake, new_id
 from kvarts.doors.openai.messages import MESSAGES, count_tokens
 from kvarts.doors.openai.responses import Responses
+from kvarts.doors.openai.router import Router
 from kvarts.doors.openai.routes import TOKENIZED_BYTES, Routes
-from kvarts.doors.openai.served import Health, Limits, Models
+from kvarts.doors.openai.served import Health, Models
 
 if TYPE_CHECKING:
     from kvarts.doors.openai.access import AccessLog
     from kvarts.doors.openai.live import Live
 
-__all__ = ["ABORT", "OpenAIApp", "Watcher"]
-
-ABORT = "kvarts.abort"
-"""The extension of an ASGI scope that closes the connection at once."""
+__all__ = ["OpenAIApp", "Watcher"]
 
 BODIES_AT_ONCE = 4
 """Number of maximum-size bodies whose bytes may be read at once, in total."""
@@ -69,8 +56,18 @@ class Watcher:
         """Record its answer's `status`; `is_whole` is false if its client disconnected before the intended end."""
 
 
+class ConfigBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /admin/config. `fail`: a script of failures, drawn from `seed`. `health`: by the names of models."""
+
+    fail: str = ""
+    seed: int = 0
+    health: dict[str, Health] = {}
+    max_queued: int = 1024
+    retry_after_s: float = 1.0
+
+
 class OpenAIApp:
-    """An ASGI application for the served models. `guard`: finds the owner of a request.
+    """Answers requests to the served models. `guard`: finds the owner of a request.
 
     `allows_failures`: requests may ask for their own failures, and administrators may set a script. `has_page`: serve
     the live page. `access_log` receives every request.
@@ -110,30 +107,22 @@ class OpenAIApp:
         responses = Responses(shares)
         self._dialects = (COMPLETIONS, CHAT, responses.dialect, MESSAGES, EMBEDDINGS)
         post, get, key, admin = "POST", "GET", Access.KEY, Access.ADMIN
-        self.routes: tuple[Route, ...] = (
+        self.router = Router((
             *(Route(method=post, path=dialect.path, handler=partial(generating.answer, dialect), access=key,
-                    max_body_bytes=None, generates=True) for dialect in self._dialects),
+                    max_body_bytes=None, generates=True, body=dialect.body, about=dialect.about)
+              for dialect in self._dialects),
             Route(method=post, path=f"{MESSAGES.path}/count_tokens", handler=partial(count_tokens, models), access=key,
-                  max_body_bytes=TOKENIZED_BYTES),
-            Route(method=get, path="/v1/responses/", handler=responses.find, access=key),
-            Route(method="DELETE", path="/v1/responses/", handler=responses.delete, access=key),
+                  max_body_bytes=TOKENIZED_BYTES, body=MESSAGES.body, about="Count the tokens of a prompt."),
+            Route(method=get, path="/v1/responses/{response_id}", handler=responses.find, access=key),
+            Route(method="DELETE", path="/v1/responses/{response_id}", handler=responses.delete, access=key),
             *(() if not has_page else (
                 Route(method=get, path="/", handler=self._show_page, access=Access.OPEN),
                 Route(method=get, path="/live", handler=self._tell_live, access=key),
             )),
             *routes.table(),
             Route(method=get, path="/admin/config", handler=self._tell_config, access=admin),
-            Route(method=post, path="/admin/config", handler=self._set_config, access=admin),
-        )  # fmt: skip
-        """The handler of each method and path, with the access that it requires."""
-        self._prefixes = [route for route in self.routes if route.path.endswith("/") and route.path != "/"]
-        self._exact = {(route.method, route.path): route for route in self.routes if route not in self._prefixes}
-        self._paths = {path for _, path in self._exact}
-
-    @property
-    def logs_addresses(self) -> bool:
-        """Whether it records the addresses of clients, which a proxy on this machine may forward."""
-        return self._access_log is not None
+            Route(method=post, path="/admin/config", handler=self._set_config, access=admin, body=ConfigBody),
+        ))  # fmt: skip
 
     def open(self) -> None:
         """Start what runs besides requests, in the running event loop."""
@@ -156,18 +145,9 @@ class OpenAIApp:
         self._models.fail_transfers(script.transfer_fails if script.has_transfers else None)
         self.script = script
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        if scope["type"] == "lifespan":
-            await _live(receive, send)
-            return
-        if scope["type"] != "http":
-            raise RuntimeError(f"{scope['type']} is not served")
+    async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Answer one request. The connection of an answer that has not ended is closed."""
         started_s = monotonic()
-        # The scope is held by what the extension holds: a cycle per request would wait for the collector.
-        extension = (scope.get("extensions") or {}).pop(DIRECT, None)
-        direct = None if extension is None else extension["call"]
-        request, response = HttpRequest(scope, receive, direct), HttpResponse(send, direct)
         request_id = (request.header("x-request-id") or new_id())[:MAX_ID_CHARS]
         response.extra_headers.append((b"x-request-id", request_id.encode("latin-1", "replace")))
         origin = request.header("origin")
@@ -186,11 +166,10 @@ class OpenAIApp:
                 )
                 return
         if self._access_log is None:
-            await self._respond(scope, request, response, request_id, started_s)
+            await self._respond(request, response, request_id, started_s)
             return
-        client = scope.get("client")
         try:
-            await self._respond(scope, request, response, request_id, started_s)
+            await self._respond(request, response, request_id, started_s)
         finally:
             self._access_log.add(
                 request.method,
@@ -199,23 +178,19 @@ class OpenAIApp:
                 started_s,
                 request_id,
                 owner=request.owner_name,
-                client=client[0] if client else "",
+                client=request.client,
                 is_whole=response.has_ended,
             )
 
-    async def _respond(
-        self, scope: Scope, request: HttpRequest, response: HttpResponse, request_id: str, started_s: float
-    ) -> None:
+    async def _respond(self, request: HttpRequest, response: HttpResponse, request_id: str, started_s: float) -> None:
         try:
             await self._handle(request, response, request_id, started_s)
         except (ClientGone, Cut):
-            self._cut(scope, response)
+            return
         except Exception as error:
-            if response.has_begun:
-                self._cut(scope, response)
-            else:
+            if not response.has_begun:
                 # Do not bind the error: its traceback holds this frame, and its data would wait for the collector.
-                await response.error(*self._answer_to(error, request.path), without_body=request.method == "HEAD")
+                await response.error(*self._answer_to(error, request.path))
 
     def _answer_to(self, error: Exception, path: str) -> tuple[ApiError, Any]:
         """Return the error that the client receives, and the body of the answer, in the form of the API at `path`."""
@@ -235,7 +210,7 @@ class OpenAIApp:
     async def _handle(self, request: HttpRequest, response: HttpResponse, request_id: str, started_s: float) -> None:
         if request.is_ambiguous:
             raise ApiError(400, "has a header twice that may be there once, such as Host or Authorization")
-        route = self._route(request)
+        route = self.router.find(request.method, request.path)
         owner = self._guard.owner_of(request, route.access)
         request.owner_name = owner.name
         if request.has_body and not request.is_json(unless_told=route.access is not Access.ADMIN):
@@ -289,21 +264,6 @@ class OpenAIApp:
             raise
         self._watcher.ended(number, response.status, is_whole=response.has_ended)
 
-    def _route(self, request: HttpRequest) -> Route:
-        """Return the route of a request. Raise ApiError for an unknown path or method."""
-        method = "GET" if request.method == "HEAD" else request.method
-        path = request.path
-        found = self._exact.get((method, path))
-        if found is not None:
-            return found
-        for route in self._prefixes:
-            if route.method == method and path.startswith(route.path):
-                return route
-        shown = brief(path)
-        if path in self._paths:
-            raise ApiError(405, f"{method} is not what {shown} answers to")
-        raise ApiError(404, f"there is no {shown}")
-
     def _failure_of(self, request: HttpRequest) -> Failure:
         """Return the failure of a request: the one that it asks for, else the script's."""
         asked = request.header("x-kvarts-fail")
@@ -321,14 +281,17 @@ class OpenAIApp:
         return failure
 
     async def _show_page(self, exchange: Exchange) -> None:
+        """Show the live page."""
         assert self._live is not None
         await self._live.page(exchange)
 
     async def _tell_live(self, exchange: Exchange) -> None:
+        """Return the data of the live page."""
         assert self._live is not None
         await self._live.data(exchange)
 
     async def _tell_config(self, exchange: Exchange) -> None:
+        """Return the settings of the running server."""
         await exchange.response.whole(
             msgspec.json.encode(
                 {
@@ -344,48 +307,27 @@ class OpenAIApp:
 
     async def _set_config(self, exchange: Exchange) -> None:
         """Change settings of the running server: failures, health and the length of the queue."""
-        asked = parsed(exchange.payload, dict[str, Any])
+        asked = parsed(exchange.payload, dict[str, msgspec.Raw])
         if not self._allows_failures and not asked.keys().isdisjoint(_FAILURES):
             raise ApiError(403, FAILURES_OFF, param=min(asked.keys() & _FAILURES))
-        unknown = sorted(set(asked) - {*_FAILURES, *_LIMITS})
+        unknown = sorted(asked.keys() - set(ConfigBody.__struct_fields__))
         if unknown:
-            raise ApiError(400, f"{brief(unknown[0])} cannot be set", param=unknown[0])
+            raise ApiError(400, f"{brief(unknown[0])} cannot be set", param=unknown[0][:MOST_SHOWN])
+        body = parsed(exchange.payload, ConfigBody)
         try:
-            limits = msgspec.convert(
-                {**msgspec.to_builtins(self._models.first.limits), **{k: v for k, v in asked.items() if k in _LIMITS}},
-                Limits,
-            )
-            health = msgspec.convert(asked.get("health", {}), dict[str, Health])
-            script = FailureScript(str(asked["fail"]), seed=int(asked.get("seed", 0))) if "fail" in asked else None
-        except (msgspec.ValidationError, ConfigError, ValueError, TypeError) as error:
+            given = {name: getattr(body, name) for name in ("max_queued", "retry_after_s") if name in asked}
+            limits = [msgspec.structs.replace(served.limits, **given) for served in self._models]
+            script = FailureScript(body.fail, seed=body.seed) if "fail" in asked else None
+        except ConfigError as error:
             raise ApiError(400, str(error)) from error
         if script is not None:
             self.set_script(script)
-        changes = [(self._models.by_own_name(name), state) for name, state in health.items()]
-        for served in self._models:
-            served.limits = msgspec.structs.replace(
-                served.limits, max_queued=limits.max_queued, retry_after_s=limits.retry_after_s
-            )
+        changes = [(self._models.by_own_name(name), state) for name, state in body.health.items()]
+        for served, new in zip(self._models, limits, strict=True):
+            served.limits = new
         for served, state in changes:
             await served.set_health(state)
         await self._tell_config(exchange)
 
-    def _cut(self, scope: Scope, response: HttpResponse) -> None:
-        """Close a connection whose answer is incomplete."""
-        abort = (scope.get("extensions") or {}).get(ABORT)
-        if abort is not None and not response.has_ended:
-            abort["call"]()
 
-
-_LIMITS = ("max_queued", "retry_after_s")
 _FAILURES = frozenset(("fail", "health", "seed"))
-
-
-async def _live(receive: Receive, send: Send) -> None:
-    while True:
-        message = await receive()
-        if message["type"] == "lifespan.startup":
-            await send({"type": "lifespan.startup.complete"})
-        elif message["type"] == "lifespan.shutdown":
-            await send({"type": "lifespan.shutdown.complete"})
-            return

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import msgspec
 from msgspec.structs import astuple
 
-from kvarts.base.decoders import convert, decoder_of
-from kvarts.base.errors import ConfigError, parts_of
+from kvarts.base.decoders import UNDECODED, convert, decoder_of
+from kvarts.base.errors import ConfigError, parts_of, problem_of
 from kvarts.base.limits import brief
 from kvarts.core.hints import Hints
 from kvarts.core.keys import APART
@@ -66,6 +66,15 @@ NOT_DONE = (
     "repetition_detection",
     "return_prompt_text",
     "watermarking",
+    "chat_template",
+    "return_tokens_as_token_ids",
+    # SGLang's
+    "regex",
+    "ebnf",
+    "stop_regex",
+    "lora_path",
+    "input_ids",
+    "return_hidden_states",
 )
 
 BodyT = TypeVar("BodyT")
@@ -112,7 +121,6 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: int | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
@@ -138,10 +146,17 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     repetition_detection: Any = None
     return_prompt_text: Any = None
     watermarking: Any = None
+    return_tokens_as_token_ids: bool | None = None
+    regex: Any = None
+    ebnf: Any = None
+    stop_regex: Any = None
+    lora_path: Any = None
+    input_ids: Any = None
+    return_hidden_states: Any = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether all of the fields that few requests have are absent; a single comparison, since there are 35."""
+        """Whether all of the fields that few requests have are absent; a single comparison, since there are 41."""
         return astuple(self)[FIRST_RARE : self.END_OF_RARE] == NO_RARE[: self.END_OF_RARE - FIRST_RARE]
 
     @property
@@ -191,7 +206,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
         try:
             return convert(several[0], StructuredOutputs)
         except (msgspec.ValidationError, ConfigError) as error:
-            raise ApiError(400, str(error), param="structured_outputs") from error
+            raise ApiError(400, problem_of(error), param="structured_outputs") from error
 
     def hints(self, *, may_prioritize: bool) -> Hints | None:
         """Return the hints on how long its KV is worth keeping; None for none. Raise ApiError."""
@@ -201,6 +216,11 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     def is_costly(self) -> bool:
         """Whether reading it may take much longer than its bytes suggest, as with a JSON schema."""
         return self.structured_outputs is not None
+
+    @property
+    def asks_more(self) -> bool:
+        """Whether it asks for what words alone cannot be, besides constraints."""
+        return False
 
     @property
     def asked_logprobs(self) -> int | None:
@@ -352,6 +372,7 @@ class ChatBody(GenerationBody, kw_only=True):
     audio: Any = None
     web_search_options: Any = None
     documents: Any = None
+    chat_template: Any = None
     echo: bool | None = None
     messages: list[dict[str, Any]] | None = None
     max_completion_tokens: int | None = None
@@ -361,7 +382,6 @@ class ChatBody(GenerationBody, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
-    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -386,7 +406,6 @@ class ChatBody(GenerationBody, kw_only=True):
     def template_options(self) -> dict[str, Any]:
         """Return the template variables other than the messages."""
         options: dict[str, Any] = {
-            "chat_template": self.chat_template,
             "chat_template_kwargs": self.chat_template_kwargs,
             "continue_final_message": self.continue_final_message,
             "tools": self.tools,
@@ -457,7 +476,7 @@ def model_in(payload: bytes) -> str | None:
     """Return the model that a body names; None if it does not name one, or is invalid."""
     try:
         return decoder_of(_NamedBody).decode(payload).model
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNDECODED:
         return None
 
 
@@ -477,10 +496,8 @@ def parsed(payload: bytes, kind: type[BodyT]) -> BodyT:
     except msgspec.ValidationError as error:
         what, field = parts_of(error)
         raise ApiError(400, f"{field}: {what}" if field else what, param=field) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is no JSON: {error}") from error
-    except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply") from error
+    except UNDECODED as error:
+        raise ApiError(400, f"the body is no JSON: {problem_of(error)}") from error
 
 
 def messages_of(

@@ -25,7 +25,6 @@ def _completion_form(body: CompletionBody, read: Reading) -> CompletionForm:
         has_logprobs=body.asked_logprobs is not None,
         ids_of=prompts if body.return_token_ids else (),
         skips_special_tokens=body.skip_special_tokens is not False,
-        names_ids=bool(body.return_tokens_as_token_ids),
     )
 
 
@@ -37,9 +36,20 @@ def _chat_form(body: ChatBody, read: Reading) -> ChatForm:
         shape=read.wanted.shape,
         prompt=prompt if body.prompt_logprobs is not None else (),
         ids_of=prompt if body.return_token_ids else (),
-        names_ids=bool(body.return_tokens_as_token_ids),
     )
 
 
-COMPLETIONS = Dialect(path="/v1/completions", body=CompletionBody, read=lambda body, *_: body, form=_completion_form)
-CHAT = Dialect(path="/v1/chat/completions", body=ChatBody, read=lambda body, *_: body, form=_chat_form)
+COMPLETIONS = Dialect(
+    path="/v1/completions",
+    about="Continue each prompt.",
+    body=CompletionBody,
+    read=lambda body, *_: body,
+    form=_completion_form,
+)
+CHAT = Dialect(
+    path="/v1/chat/completions",
+    about="Answer a conversation, as OpenAI's chat API.",
+    body=ChatBody,
+    read=lambda body, *_: body,
+    form=_chat_form,
+)

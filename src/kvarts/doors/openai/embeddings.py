@@ -111,6 +111,7 @@ class EmbeddingForm(WholeForm):
 
 EMBEDDINGS = Dialect(
     path="/v1/embeddings",
+    about="Return the embedding of each input.",
     body=EmbeddingsBody,
     read=_read,
     form=EmbeddingForm,

@@ -28,7 +28,7 @@ from kvarts.base.limits import brief
 from kvarts.doors.openai.errors import ApiError
 from kvarts.doors.openai.http import HttpResponse
 
-__all__ = ["NO_FAILURE", "Cut", "Failure", "FailureScript", "parse_failure"]
+__all__ = ["NO_FAILURE", "Cut", "Failure", "FailureScript", "fail_transfers", "parse_failure"]
 
 FAILURES = (
     "a status with or without retry_after=S, cut after N chunks, drop, stall Ss, bad chunk, no finish_reason, die, ok"
@@ -184,6 +184,13 @@ class FailureScript:
         return NO_FAILURE
 
     @property
+    def needs_http(self) -> bool:
+        """Whether a rule changes an answer on its way to the client."""
+        return any(
+            rule.failure.has_any or rule.failure.drops or rule.failure.drops_finish_reason for rule in self._rules
+        )
+
+    @property
     def has_transfers(self) -> bool:
         """Whether any rule applies to transfers."""
         return bool(self._of_transfers)
@@ -200,6 +207,25 @@ class FailureScript:
     def _drawn(self, number: int, kind: str) -> float:
         digest = sha256(f"{self._seed} {kind}{number}".encode()).digest()
         return int.from_bytes(digest[:8], "little") / 2**64
+
+
+def fail_transfers(tiers: Any, fails: Callable[[int], bool] | None) -> Callable[[], None]:
+    """Return the change after which transfers of `tiers` fail as `fails` says, by their numbers from 1; None: none.
+
+    It must be made between two steps. Raise ConfigError without tiers.
+    """
+    if tiers is None:
+        if fails is not None:
+            raise ConfigError(
+                "there are no tiers below the device, so no transfers", field="fail", hint="Give --host-memory."
+            )
+        return lambda: None
+
+    def change() -> None:
+        num_before = tiers.num_transfers
+        tiers.fails = None if fails is None else lambda number: number > num_before and fails(number - num_before)
+
+    return change
 
 
 def _transfer_rule(text: str) -> _Rule:

@@ -212,8 +212,7 @@ class CompletionForm(Chunks):
 
     `prompts`: the tokens of each choice's prompt, if the answer contains their log-probabilities. `has_logprobs`: the
     log-probabilities of an echo precede those of the text. `ids_of`: the tokens of each choice's prompt, if the answer
-    contains the ids of prompt and text. `skips_special_tokens`: omit the text of special tokens. `names_ids`:
-    log-probabilities name tokens by their ids, as `token_id:7`.
+    contains the ids of prompt and text. `skips_special_tokens`: omit the text of special tokens.
     """
 
     def __init__(
@@ -226,9 +225,7 @@ class CompletionForm(Chunks):
         has_logprobs: bool = False,
         ids_of: Sequence[Sequence[int]] = (),
         skips_special_tokens: bool = True,
-        names_ids: bool = False,
     ) -> None:
-        self._names_ids = names_ids
         self.tells_ids = bool(ids_of)
         self.answer_id = f"cmpl-{new_id()}"
         self._text = text
@@ -331,24 +328,23 @@ class CompletionForm(Chunks):
 
     def _entries(self, logprobs: Sequence[TokenLogprob], offsets: Sequence[int]) -> dict[str, Any]:
         return {
-            "tokens": [self._name(token) for token, _, _ in logprobs],
+            "tokens": [_token_text(self._text, token) for token, _, _ in logprobs],
             "token_logprobs": [logprob for _, logprob, _ in logprobs],
             "top_logprobs": [
-                None if logprob is None else {self._name(other): value for other, value in (top or ((token, logprob),))}
+                None
+                if logprob is None
+                else {_token_text(self._text, other): value for other, value in (top or ((token, logprob),))}
                 for token, logprob, top in logprobs
             ],
             "text_offset": list(offsets),
         }
-
-    def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self._names_ids else _token_text(self._text, token)
 
 
 class ChatForm(Chunks):
     """/v1/chat/completions. `shape`: the conversion of each choice; None: its text is the content.
 
     `prompt`: its tokens, if the answer contains their log-probabilities. `ids_of`: its tokens, if the answer contains
-    the ids of prompt and text. `names_ids`: as in CompletionForm.
+    the ids of prompt and text.
     """
 
     def __init__(
@@ -359,9 +355,7 @@ class ChatForm(Chunks):
         shape: Shape | None = None,
         prompt: Sequence[int] = (),
         ids_of: Sequence[int] = (),
-        names_ids: bool = False,
     ) -> None:
-        self._names_ids = names_ids
         self.tells_ids = bool(ids_of)
         self._prompt = prompt
         self._ids_of = ids_of
@@ -473,8 +467,7 @@ class ChatForm(Chunks):
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         own = self._text.bytes_of(token)
-        name = f"token_id:{token}" if self._names_ids else own.decode("utf-8", "replace")
-        return {"token": name, "logprob": logprob, "bytes": list(own)}
+        return {"token": own.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(own)}
 
 
 def _delta(part: Part) -> dict[str, Any]:

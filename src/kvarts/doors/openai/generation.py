@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from hashlib import sha256
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -33,12 +32,13 @@ from kvarts.doors.openai.budget import INLINE_BYTES, Budget, Workbench
 from kvarts.doors.openai.errors import ApiError, api_error, too_long
 from kvarts.doors.openai.failures import NO_FAILURE, Cut, Failure
 from kvarts.doors.openai.forms import Form, Whole, WholeForm, usage_of
-from kvarts.doors.openai.http import ClientGone, Direct, HttpRequest, HttpResponse
+from kvarts.doors.openai.http import ClientGone, HttpRequest, HttpResponse
 from kvarts.doors.openai.kv_hints import NO_PRIORITY
 from kvarts.doors.openai.scripted import ScriptedAnswer, ScriptedUsage
 from kvarts.doors.openai.served import Ask, InSessions, Models, Served
 from kvarts.doors.openai.wanted import IN_WORDS, Wanted, constraint_of, distinct, wanted_of
 from kvarts.run.llm_engine import RequestFailedError
+from kvarts.run.mock import natural_length
 
 __all__ = ["Dialect", "Exchange", "Generating", "Reading", "asks_of"]
 
@@ -67,6 +67,8 @@ class Exchange(msgspec.Struct, kw_only=True):
     """Called once the payload is no longer needed."""
     kept: Any = None
     """What its dialect keeps until the answer was sent."""
+    warnings: list[str] = []
+    """What the client should know of its answer: in the header x-kvarts-warning, and in whole answers in a field."""
 
     def take_body(self, kind: type[BodyT]) -> BodyT:
         """Return the body, within the budget. Raise ApiError as `decoded` does."""
@@ -92,15 +94,6 @@ def may_end(served: Served, body: GenerationBody, most: int) -> bool:
     """Return whether an answer of at most `most` tokens may end by itself before: the shortest has half the default."""
     default = served.limits.default_tokens
     return default is not None and not body.ignore_eos and most >= max(1, default // 2)
-
-
-def natural_length(served: Served, tokens: Sequence[int], seed: int | None) -> int:
-    """Return the length of an answer without a requested length: around the default, drawn from prompt and seed."""
-    most = served.limits.default_tokens
-    assert most is not None
-    tail = b"".join(token.to_bytes(8, "little") for token in tokens[-64:])
-    drawn = int.from_bytes(sha256(tail + str((len(tokens), seed)).encode()).digest()[:8], "little")
-    return max(1, most // 2 + drawn % (most + 1))
 
 
 def salt_of(served: Served, body: GenerationBody, owner: Owner) -> tuple[str | None, str | None]:
@@ -131,9 +124,11 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     both may raise ApiError. `params`: fields in errors, by those of completions and chats. `schema_param`: the field
     that an error about a JSON schema names. `error_body`: the format of its errors. `samples`: it generates, rather
     than only computing prompts, so that sessions and counts of choices concern it. `sent`: called after an answer.
+    `about`: what a request to it does.
     """
 
     path: str
+    about: str
     body: type[Any]
     read: Callable[[Any, Exchange, Models], GenerationBody]
     form: Callable[[Any, Reading], WholeForm]
@@ -149,7 +144,8 @@ def _prompts_of(served: Served, body: GenerationBody, exchange: Exchange) -> lis
     budget = exchange.budget
     if isinstance(body, ChatBody):
         budget.draw_sequences(1, body.num_choices)
-        text = served.conversation(messages_of(body.messages, served.media()), body.template_options())
+        options = {**body.template_options(), "warn": exchange.warnings.append}
+        text = served.conversation(messages_of(body.messages, served.media()), options)
         return [served.encode(text, budget, add_special_tokens=bool(body.add_special_tokens))]
     assert isinstance(body, CompletionBody)
     given, adds = body.prompts(), body.add_special_tokens is not False
@@ -207,7 +203,7 @@ def asks_of(
             if answer:
                 natural = len(written[answer])
             elif may_end(served, body, most):
-                natural = max(body.min_tokens or 0, natural_length(served, tokens, seed))
+                natural = max(body.min_tokens or 0, natural_length(served.limits.default_tokens or 0, tokens, seed))
             if natural is not None and natural <= most:
                 most, own_end = natural, (scripted[copy].finish_reason if scripted else "") or "stop"
             if most < 0 or (most == 0 and body.asked_prompt_logprobs is None):
@@ -229,7 +225,7 @@ def asks_of(
                 Ask(
                     tokens=tokens,
                     params=params,
-                    priority=-(body.priority or 0),  # of vLLM: the lower, the earlier
+                    priority=served.priority_of(body.priority),
                     hints=hints,
                     hints_of_parts=hints_of_parts,
                     salt=salt,
@@ -298,7 +294,7 @@ class AnswerUnderWay:
             self._in_session.cancel()
             with suppress(asyncio.CancelledError):
                 await self._in_session
-        await self._request.settle()
+        self._request.when_gone(None)
 
 
 def begin(served: Served, exchange: Exchange, asks: Sequence[Ask], session_id: str | None) -> AnswerUnderWay:
@@ -352,6 +348,7 @@ class Generating:
 
     async def _answer(self, dialect: Dialect, reading: Reading, form: WholeForm) -> None:
         exchange, served, body, wanted, asks = reading
+        exchange.response.extra_headers += [(b"x-kvarts-warning", each.encode()) for each in exchange.warnings]
         if wanted.scripted:
             _fail_as(wanted.scripted[0], exchange, served)
         blamed = partial(_blamed, body=body, dialect=dialect)
@@ -361,7 +358,6 @@ class Generating:
             raise blamed(error) from None
         if dialect.samples:
             under_way = begin(served, exchange, asks, body.session_id)
-            served.meter.num_choices.add(body.num_choices)
         else:
             under_way = AnswerUnderWay(served, exchange, asks, None)
         answer, choices = under_way.answer, under_way.choices
@@ -377,7 +373,9 @@ class Generating:
             wholes = [Whole() for _ in choices]
             await _collect(answer, wholes)
             exchange.failure.before_answer()
-            extra = {"kv_transfer_params": served.kv_transfer_params(body.kv_transfer_params, choices)}
+            extra: dict[str, Any] = {"kv_transfer_params": served.kv_transfer_params(body.kv_transfer_params, choices)}
+            if exchange.warnings:
+                extra["warnings"] = exchange.warnings
             num_bytes = form.num_bytes + sum([whole.num_bytes for whole in wholes])
             payload = await exchange.work(lambda: form.whole(wholes, usage.of_all, extra), num_bytes=num_bytes)
             if exchange.failure is NO_FAILURE:
@@ -513,8 +511,8 @@ class _Stream:
         pieces = await take()  # a refusal is raised here, before the first byte
         await failure.stall()
         await response.begin_stream()
-        if response.direct is not None and not failure.has_any:
-            answer.write_now = partial(self._write_now, answer, response.direct)
+        if not failure.has_any:
+            answer.write_now = partial(self._write_now, answer, response)
         try:
             while True:
                 parts = self._parts(pieces)
@@ -536,12 +534,12 @@ class _Stream:
             answer.write_now = None  # it holds the answer
         await response.end_stream()
 
-    def _write_now(self, answer: Answer, direct: Direct) -> bool:
+    def _write_now(self, answer: Answer, response: HttpResponse) -> bool:
         """Write pieces as they arrive, because waking the task that waits for them is most of the cost of a token.
 
         Return whether all were written. Errors and last pieces are left to the task.
         """
-        if not direct.is_ready:
+        if not response.is_ready:
             return False
         parts: list[bytes] = []
         pieces = answer.pieces
@@ -558,7 +556,7 @@ class _Stream:
             return False
         finally:
             if payload := b"".join(parts):
-                direct.write(payload)
+                response.write(payload)
         return True
 
     def _parts(self, pieces: Sequence[Piece]) -> list[bytes]:

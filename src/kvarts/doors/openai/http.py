@@ -1,4 +1,4 @@
-"""The part of HTTP over ASGI that this server needs: requests are read, and answers sent or streamed.
+"""Requests and answers of one connection, and the limits on bodies that are being read.
 
 While request bodies are read, their bytes are limited, in total and per owner.
 """
@@ -7,45 +7,31 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from email.utils import formatdate
+from functools import lru_cache
+from http import HTTPStatus
 from random import Random, SystemRandom
-from time import monotonic
-from typing import TYPE_CHECKING, Any
+from time import monotonic, time
 
+from kvarts.base.limits import whole_number
 from kvarts.base.tenants import Shares
 from kvarts.doors.openai.errors import ApiError
 
-if TYPE_CHECKING:
-    from uvicorn.protocols.http.flow_control import FlowControl
-    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+__all__ = ["Body", "ClientGone", "Header", "HttpRequest", "HttpResponse", "Intake", "Wire", "new_id"]
 
-__all__ = [
-    "DIRECT",
-    "Body",
-    "ClientGone",
-    "Direct",
-    "HttpRequest",
-    "HttpResponse",
-    "Intake",
-    "Receive",
-    "Scope",
-    "Send",
-    "new_id",
-]
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
+Header = tuple[bytes, bytes]
 JSON = b"application/json"
-DIRECT = "kvarts.direct"
-"""The extension of an ASGI scope that holds a Direct, as `call`."""
 _RANDOM = Random(SystemRandom().getrandbits(256))
 FREE_BYTES = 64 * 1024
 """Up to this size, a body may use all of the room; a quarter of it is reserved for the first bytes of bodies."""
 STALLED_S = 1.0
 """A body that has not progressed for this time is dropped if others lack room."""
+MOST_UNREAD_BYTES = 64 * 1024
+"""Bytes of a body that wait to be read before the client must wait."""
+_PHRASES = {status.value: status.phrase for status in HTTPStatus}
+STATUS_LINES = {n: f"HTTP/1.1 {n} {_PHRASES.get(n, '')}\r\n".encode() for n in range(200, 600)}
+"""The first line of an answer, by its status; failures on purpose may have any."""
 
 
 class _Names(dict[str, bytes]):
@@ -70,28 +56,93 @@ def new_id() -> str:
 SINGLE = (b"host", b"authorization", b"content-length", b"content-type", b"origin")
 """Headers that decide about access, or about what the body is: of two values, another reader may take the other."""
 
+PROXIES = ("127.0.0.1", "::1")
+"""Addresses of connections whose X-Forwarded-For is believed: proxies on this machine."""
+
 
 class ClientGone(Exception):  # noqa: N818  # not an error: there is no client left to inform
     """The client has closed its connection."""
 
 
-class HttpRequest:
-    """A request whose head has arrived. `direct`: set if the server provides it."""
+class Wire:
+    """Flow control of one connection, and whether its client has gone."""
 
-    def __init__(self, scope: Scope, receive: Receive, direct: Direct | None = None) -> None:
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        self._query: bytes = scope.get("query_string", b"")
-        self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.is_ambiguous = len(self.headers) < len(scope["headers"]) and any(
-            [name for name, _ in scope["headers"]].count(single) > 1 for single in SINGLE
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        peer = transport.get_extra_info("peername")
+        self.peer: str = str(peer[0]) if isinstance(peer, tuple) else ""
+        """The address of the client; empty if unknown."""
+        self.is_lost = False
+        self._is_reading = True
+        self._drained: asyncio.Event | None = None
+        """Set once more can be written; None while it can."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the client must read before more is written."""
+        return self._drained is not None
+
+    def fill(self) -> None:
+        """Make writers wait."""
+        self._drained = asyncio.Event()
+
+    def drain(self) -> None:
+        """Let writers continue."""
+        if self._drained is not None:
+            self._drained.set()
+            self._drained = None
+
+    async def write(self, payload: bytes) -> None:
+        """Write when the client has read enough. Do nothing if it has gone."""
+        while self._drained is not None:
+            await self._drained.wait()
+        if not self.is_lost:
+            self.transport.write(payload)
+
+    def pause_reading(self) -> None:
+        """Make the client wait."""
+        if self._is_reading:
+            self._is_reading = False
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read on. Without reading, the end of a connection is not noticed."""
+        if not self._is_reading:
+            self._is_reading = True
+            self.transport.resume_reading()
+
+
+class HttpRequest:
+    """A request whose head has arrived. `waits_to_continue`: its client sends the body once it has been asked to."""
+
+    def __init__(self, method: str, path: str, query: bytes, headers: Sequence[Header], wire: Wire) -> None:
+        self.method = method
+        self.path = path
+        self._query = query
+        self.headers = dict(headers)
+        self.is_ambiguous = len(self.headers) < len(headers) and any(
+            [name for name, _ in headers].count(single) > 1 for single in SINGLE
         )
         """Whether it has two values for a header of which a proxy in front may have checked the other one."""
         self.owner_name = ""
         """Of the owner of its key, once that is known."""
-        self._receive = receive
-        self._direct = direct
-        self._gone: asyncio.Task[None] | None = None
+        self.waits_to_continue = self.headers.get(b"expect", b"").lower() == b"100-continue"
+        self._wire = wire
+        self._unread = bytearray()
+        self._is_whole = False
+        self._moved: asyncio.Future[None] | None = None
+        """Done when more of the body has arrived, or the client has gone; None unless a reader waits."""
+        self._gone: Callable[[], object] | None = None
+
+    @property
+    def client(self) -> str:
+        """The address of the client: what a proxy on this machine forwards, else that of the connection."""
+        peer = self._wire.peer
+        if peer in PROXIES:
+            for address in reversed((self.header("x-forwarded-for") or "").split(",")):
+                if (name := address.strip()) and name not in PROXIES:
+                    return name
+        return peer
 
     @property
     def query(self) -> str:
@@ -124,8 +175,10 @@ class HttpRequest:
 
     def whole_body(self, max_bytes: int) -> bytes | None:
         """Return the body if all of it has arrived, else None. Raise ApiError if it is too long."""
-        whole = None if self._direct is None else self._direct.whole_body()
-        if whole is not None and len(whole) > max_bytes:
+        if not self._is_whole or self.waits_to_continue or self._wire.is_lost:
+            return None
+        whole = self._take()
+        if len(whole) > max_bytes:
             raise ApiError(413, f"the body has {len(whole)} bytes, and {max_bytes} are read at most")
         return whole
 
@@ -134,142 +187,90 @@ class HttpRequest:
 
         Raise ApiError if it is too long or too slow, and ClientGone if it is cut off.
         """
-        length = self.header("content-length") or ""
-        if length.isdecimal() and int(length) > max_bytes:
-            raise ApiError(413, f"the body has {length[:20]} bytes, and {max_bytes} are read at most")
+        length = whole_number(self.header("content-length") or "")
+        if length is not None and length > max_bytes:
+            raise ApiError(413, f"the body has {length} bytes, and {max_bytes} are read at most")
+        if self.waits_to_continue:
+            self.waits_to_continue = False
+            await self._wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._whole_body(max_bytes, came)
+                return await self._parts(max_bytes, came)
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {timeout_s:g} s") from None
 
-    async def _whole_body(self, max_bytes: int, came: Callable[[int], object]) -> bytes:
+    async def _parts(self, max_bytes: int, came: Callable[[int], object]) -> bytes:
         parts: list[bytes] = []
         num_bytes = 0
         while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
+            while not (self._unread or self._is_whole or self._wire.is_lost):
+                self._wire.resume_reading()
+                self._moved = asyncio.get_running_loop().create_future()
+                await self._moved
+            if self._wire.is_lost:
                 raise ClientGone
-            part = message.get("body", b"")
-            num_bytes += len(part)
-            if num_bytes > max_bytes:
-                raise ApiError(413, f"the body is longer than the {max_bytes} bytes that are read at most")
-            if part:
-                came(len(part))
-            parts.append(part)
-            if not message.get("more_body", False):
+            if self._unread:
+                parts.append(self._take())
+                num_bytes += len(parts[-1])
+                if num_bytes > max_bytes:
+                    raise ApiError(413, f"the body is longer than the {max_bytes} bytes that are read at most")
+                came(len(parts[-1]))
+            if self._is_whole:
                 return b"".join(parts)
 
-    def when_gone(self, gone: Callable[[], object]) -> None:
-        """Call `gone` if the client closes its connection before `settle`. To be called after the body was read."""
-        if self._direct is not None:
-            self._direct.when_gone(gone)
-            return
+    def _take(self) -> bytes:
+        self._wire.resume_reading()
+        taken, self._unread = bytes(self._unread), bytearray()
+        return taken
 
-        async def watch() -> None:
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-            gone()
+    def add(self, part: bytes) -> None:
+        """Receive a part of the body."""
+        self._unread += part
+        if len(self._unread) > MOST_UNREAD_BYTES:
+            self._wire.pause_reading()
+        self._wake()
 
-        self._gone = asyncio.ensure_future(watch())
+    def end(self) -> None:
+        """Receive the end of the body."""
+        self._is_whole = True
+        self._wake()
 
-    async def settle(self) -> None:
-        """Stop the watch that `when_gone` began."""
-        if self._direct is not None:
-            self._direct.when_gone(None)
-        if self._gone is not None:
-            self._gone.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await self._gone
-            self._gone = None
-
-
-class Direct:
-    """A connection without the tasks in between, for one request: reads and writes it as uvicorn does.
-
-    `status_line`: the first line of an answer, by its status.
-    """
-
-    def __init__(
-        self,
-        cycle: RequestResponseCycle,
-        flow: FlowControl,
-        transport: asyncio.Transport,
-        status_line: Mapping[int, bytes],
-    ) -> None:
-        self.cycle = cycle
-        self._flow = flow
-        self._transport = transport
-        self._status_line = status_line
-        self._gone: Callable[[], object] | None = None
-
-    def whole_body(self) -> bytes | None:
-        """Take the body of the request if all of it has arrived; None if it has not."""
-        cycle = self.cycle
-        if cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue:
-            return None
-        self._flow.resume_reading()
-        cycle.message_event.clear()
-        whole, cycle.body = bytes(cycle.body), bytearray()
-        return whole
-
-    def when_gone(self, gone: Callable[[], object] | None) -> None:
-        """Call `gone` if the client closes its connection; None: no longer call anything."""
-        self._gone = gone
-        if gone is not None:
-            self._flow.resume_reading()  # else the end of the connection is not noticed
-            if self.cycle.disconnected:
-                asyncio.get_running_loop().call_soon(self.disconnected)
-
-    def disconnected(self) -> None:
-        """Notify the request that its client has closed the connection."""
+    def lose(self) -> None:
+        """Notify its reader, and what `when_gone` set, that the client has gone."""
+        self._wake()
         if self._gone is not None:
             gone, self._gone = self._gone, None
             gone()
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether a part can be written now without waiting for the client to read."""
-        cycle = self.cycle
-        return bool(cycle.chunked_encoding) and not (self._flow.write_paused or cycle.disconnected)
+    def _wake(self) -> None:
+        if self._moved is not None and not self._moved.done():
+            self._moved.set_result(None)
 
-    def write(self, payload: bytes) -> None:
-        """Write a chunk."""
-        self._transport.write(b"%x\r\n%b\r\n" % (len(payload), payload))
-
-    def write_whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
-        """Write a whole answer at once, as uvicorn does in two parts. Return False if it cannot be written now.
-
-        `headers` include the length of `body`.
-        """
-        cycle = self.cycle
-        if self._flow.write_paused or cycle.disconnected or cycle.response_started or cycle.scope["method"] == "HEAD":
-            return False
-        parts = [self._status_line[status]]
-        for name, value in (*cycle.default_headers, *headers):
-            if b"\r" in value or b"\n" in value:
-                return False  # uvicorn refuses it
-            parts += (name, b": ", value, b"\r\n")
-        if not cycle.keep_alive:
-            parts.append(b"connection: close\r\n")
-        parts += (b"\r\n", body)
-        cycle.response_started = cycle.response_complete = True
-        cycle.waiting_for_100_continue = cycle.chunked_encoding = False
-        self._transport.write(b"".join(parts))
-        cycle.message_event.set()
-        if not cycle.keep_alive:
-            self._transport.close()
-        cycle.on_response()
-        return True
+    def when_gone(self, gone: Callable[[], object] | None) -> None:
+        """Call `gone` once if the client closes its connection; None: no longer call anything."""
+        self._gone = gone
+        if gone is not None:
+            self._wire.resume_reading()
+            if self._wire.is_lost:
+                asyncio.get_running_loop().call_soon(self.lose)
 
 
 class HttpResponse:
-    """An answer on its way out. `extra_headers` are sent with every answer. `direct`: set if the server provides it."""
+    """An answer on its way out. `extra_headers` are sent with every answer.
 
-    def __init__(self, send: Send, direct: Direct | None = None) -> None:
-        self._send = send
-        self.direct = direct
-        self.extra_headers: list[tuple[bytes, bytes]] = []
+    `has_body`: false for a HEAD request, whose headers describe the omitted body. `is_last`: the connection is closed
+    after it. `has_chunks`: a stream is sent in chunks, which HTTP/1.0 lacks. `ended` is called at its end.
+    """
+
+    def __init__(
+        self, wire: Wire, *, has_body: bool, is_last: bool, has_chunks: bool, ended: Callable[[], object]
+    ) -> None:
+        self._wire = wire
+        self._has_body = has_body
+        self.is_last = is_last
+        self._has_chunks = has_chunks
+        self._ended = ended
+        self.extra_headers: list[Header] = []
         self.has_begun = False
         self.has_ended = False
         self.status = 0
@@ -277,55 +278,74 @@ class HttpResponse:
         """Chunks written to a stream, if they are counted."""
 
     async def whole(
-        self,
-        body: bytes,
-        *,
-        status: int = 200,
-        content_type: bytes = JSON,
-        headers: list[tuple[bytes, bytes]] | None = None,
-        without_body: bool = False,
+        self, body: bytes, *, status: int = 200, content_type: bytes = JSON, headers: Sequence[Header] = ()
     ) -> None:
-        """Send a whole answer. `without_body`: for a HEAD request, whose headers describe the omitted body."""
+        """Send a whole answer."""
         length = str(len(body)).encode()
-        told = [(b"content-type", content_type), (b"content-length", length), *(headers or ())]
-        direct = None if without_body else self.direct
-        if direct is not None and direct.write_whole(status, [*told, *self.extra_headers], body):
-            self.has_begun = self.has_ended = True
-            self.status = status
-            return
-        await self._begin(status, told)
-        await self._send({"type": "http.response.body", "body": b"" if without_body else body, "more_body": False})
-        self.has_ended = True
+        head = self._head(status, ((b"content-type", content_type), (b"content-length", length), *headers))
+        await self._wire.write(head + body if self._has_body else head)
+        self._end()
 
     async def unfinished(self, body: bytes) -> None:
         """Send half of an answer."""
-        await self._begin(200, [(b"content-type", JSON), (b"content-length", str(len(body)).encode())])
-        await self.more(body[: len(body) // 2])
+        length = str(len(body)).encode()
+        head = self._head(200, ((b"content-type", JSON), (b"content-length", length)))
+        await self._wire.write(head + body[: len(body) // 2])
 
-    async def error(self, error: ApiError, body: bytes, *, without_body: bool = False) -> None:
+    async def error(self, error: ApiError, body: bytes) -> None:
         """Send an error, in an envelope."""
-        await self.whole(body, status=error.status, headers=error.headers, without_body=without_body)
+        await self.whole(body, status=error.status, headers=error.headers or ())
 
     async def begin_stream(self) -> None:
         """Begin a stream of events."""
-        await self._begin(
-            200,
-            [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")],
-        )
+        frame = ((b"transfer-encoding", b"chunked"),) if self._has_chunks else ()
+        events = (b"content-type", b"text/event-stream; charset=utf-8")
+        await self._wire.write(self._head(200, (events, (b"cache-control", b"no-cache"), *frame)))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a part of a stream can be written now without waiting for the client to read."""
+        return not (self._wire.is_full or self._wire.is_lost)
+
+    def write(self, payload: bytes) -> None:
+        """Write a part of a stream that `is_ready`."""
+        self._wire.transport.write(self._chunk(payload))
 
     async def more(self, payload: bytes) -> None:
         """Send a part of a stream, waiting while the client does not read."""
-        await self._send({"type": "http.response.body", "body": payload, "more_body": True})
+        if payload:
+            await self._wire.write(self._chunk(payload))
 
     async def end_stream(self) -> None:
         """End a stream."""
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-        self.has_ended = True
+        if self._has_chunks:
+            await self._wire.write(b"0\r\n\r\n")
+        self._end()
 
-    async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def _chunk(self, payload: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(payload), payload) if self._has_chunks else payload
+
+    def _head(self, status: int, headers: Sequence[Header]) -> bytes:
+        parts = [STATUS_LINES[status], _date(int(time()))]
+        for name, value in (*headers, *self.extra_headers):
+            if b"\r" in value or b"\n" in value:
+                raise ValueError(f"the header {name!r} has a line break")
+            parts += (name, b": ", value, b"\r\n")
+        parts.append(b"connection: close\r\n\r\n" if self.is_last else b"\r\n")
         self.has_begun = True
         self.status = status
-        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.extra_headers]})
+        return b"".join(parts)
+
+    def _end(self) -> None:
+        self.has_ended = True
+        if self.is_last:
+            self._wire.transport.close()
+        self._ended()
+
+
+@lru_cache(1)
+def _date(now_s: int) -> bytes:
+    return f"date: {formatdate(now_s, usegmt=True)}\r\n".encode()
 
 
 class Body:

@@ -176,7 +176,6 @@ class Live:
             live_page(),
             content_type=b"text/html; charset=utf-8",
             headers=[*live_headers()],
-            without_body=exchange.request.method == "HEAD",
         )
 
     async def data(self, exchange: Exchange) -> None:
@@ -190,7 +189,7 @@ class Live:
             raise ApiError(400, "must be a number of seconds", param="since") from None
         engines = [await self._engine(model, exchange.owner, since_s) for model in self._models]
         payload = await exchange.work(lambda: msgspec.json.encode(engines), num_bytes=0)
-        await exchange.response.whole(payload, without_body=exchange.request.method == "HEAD")
+        await exchange.response.whole(payload)
 
     async def _engine(self, model: _Model, owner: Owner, since_s: float) -> LiveEngine:
         served = model.served

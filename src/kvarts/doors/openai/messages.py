@@ -268,6 +268,7 @@ def _form(_: MessagesBody, read: Reading) -> MessageForm:
 
 MESSAGES = Dialect(
     path="/v1/messages",
+    about="Answer a conversation, as Anthropic's API.",
     body=MessagesBody,
     read=_created,
     form=_form,

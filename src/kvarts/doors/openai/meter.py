@@ -21,7 +21,7 @@ from math import log
 from random import Random
 from threading import Lock
 from time import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvarts.base.errors import ConfigError
 from kvarts.core.content import UNIT_BYTES, Content
@@ -45,7 +45,16 @@ if TYPE_CHECKING:
     from kvarts.core.event_log import EventReader
     from kvarts.doors.openai.answer import Choice
 
-__all__ = ["DEFAULT_SHARE", "BucketCounts", "GoneEngines", "Meter", "Residency", "num_queried_below"]
+__all__ = [
+    "DEFAULT_SHARE",
+    "OF_VLLM",
+    "Bounds",
+    "BucketCounts",
+    "GoneEngines",
+    "Meter",
+    "Residency",
+    "num_queried_below",
+]
 
 REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
              960.0, 1920.0, 7680.0)  # fmt: skip
@@ -54,13 +63,25 @@ FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.7
 TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
            80.0)  # fmt: skip
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-NUM_CHOICES = (1, 2, 5, 10, 20)
 FINE_S = tuple(round(0.0001 * 1.15**power, 7) for power in range(110))
 """Bounds from 0.1 ms to 6 minutes, for percentiles: each is 15 % above the one before."""
 DEFAULT_SHARE = 0.01
 NUM_USES = 4
 RESIDENCY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0,
                300.0, 600.0, 1200.0, 1800.0)  # fmt: skip
+
+
+class Bounds(NamedTuple):
+    """The bounds of published histograms, in seconds and tokens: those of vLLM. `tokens`: None for 1, 2, 5, 10 ..."""
+
+    first_token_s: Sequence[float] = FIRST_TOKEN_S
+    token_s: Sequence[float] = TOKEN_S
+    request_s: Sequence[float] = REQUEST_S
+    queue_s: Sequence[float] = REQUEST_S
+    tokens: Sequence[int] | None = None
+
+
+OF_VLLM = Bounds()
 
 
 class BucketCounts:
@@ -117,20 +138,27 @@ class Meter:
     """An EventReader of one engine's steps, and the ChoiceMeter of its answers. For the engine's thread.
 
     `speedup`: ratio of model time to real time; durations are reported in real time. `residency`: the meter of a share
-    of the blocks, another EventReader of the same engine.
+    of the blocks, another EventReader of the same engine. `bounds`: of the histograms.
     """
 
     wants_details = False
 
-    def __init__(self, *, max_model_len: int, speedup: float = 1.0, residency: Residency | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_model_len: int,
+        speedup: float = 1.0,
+        residency: Residency | None = None,
+        bounds: Bounds = OF_VLLM,
+    ) -> None:
         self.residency = residency
         self._per_ns = 1e-9 / speedup
-        tokens = bounds_1_2_5(max_model_len)
-        self.first_token_s = BucketCounts(FINE_S, FIRST_TOKEN_S)
-        self.next_token_s = BucketCounts(FINE_S, TOKEN_S)
-        self.token_s_by_request = BucketCounts(TOKEN_S)
-        self.request_s = BucketCounts(REQUEST_S)
-        self.queue_s = BucketCounts(REQUEST_S)
+        tokens = bounds_1_2_5(max_model_len) if bounds.tokens is None else bounds.tokens
+        self.first_token_s = BucketCounts(FINE_S, bounds.first_token_s)
+        self.next_token_s = BucketCounts(FINE_S, bounds.token_s)
+        self.token_s_by_request = BucketCounts(bounds.token_s)
+        self.request_s = BucketCounts(bounds.request_s)
+        self.queue_s = BucketCounts(bounds.queue_s)
         self.inference_s = BucketCounts(REQUEST_S)
         self.prefill_s = BucketCounts(REQUEST_S)
         self.decode_s = BucketCounts(REQUEST_S)
@@ -139,7 +167,6 @@ class Meter:
         self.max_tokens_by_request = BucketCounts(tokens)
         self.computed_by_request = BucketCounts(tokens)
         self.step_tokens = BucketCounts(STEP_TOKENS)
-        self.num_choices = BucketCounts(NUM_CHOICES)
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.num_queried_tokens = 0
@@ -153,8 +180,11 @@ class Meter:
         """Requests refused because the queue was full."""
         self.num_rejected = 0
         """Requests that could never get their pages."""
-        self.num_aborted = 0
+
+    @property
+    def num_aborted(self) -> int:
         """Requests that were ended because their client disconnected."""
+        return self.ended_by_reason["abort"]
 
     @property
     def readers(self) -> Sequence[EventReader]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from time import time
 from typing import Any
@@ -10,20 +10,31 @@ from typing import Any
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
 
 from kvarts.doors.openai.meter import BucketCounts, GoneEngines, Meter, num_queried_below
 from kvarts.doors.openai.served import Served
 
-__all__ = ["ServerMetrics"]
+__all__ = ["MeterMetrics", "ServerMetrics"]
 
 LABELS = ("model_name", "engine")
 
 
-class ServerMetrics:
-    """The metrics of all models: a Collector of the counts of each, and of removed engines."""
+class ServerMetrics(Collector):
+    """The metrics of all models: a Collector of the counts of each, and of removed engines.
 
-    def __init__(self, models: Iterable[Served], gone: Iterable[GoneEngines] = ()) -> None:
-        self._of_models: list[MeterMetrics] = [ModelMetrics(served) for served in models]
+    `make`: makes those of a model, by default with vLLM's names.
+    """
+
+    def __init__(
+        self,
+        models: Iterable[Served],
+        gone: Iterable[GoneEngines] = (),
+        *,
+        make: Callable[[Served], Collector] | None = None,
+    ) -> None:
+        make = ModelMetrics if make is None else make
+        self._of_models: list[Collector] = [make(served) for served in models]
         self._gone = tuple(gone)
         self._of_models += [GoneMetrics(each) for each in self._gone]
         self._registry = CollectorRegistry()
@@ -52,13 +63,15 @@ class ServerMetrics:
         yield from families.values()
 
 
-class MeterMetrics:
+class MeterMetrics(Collector):
     """The metrics that a meter has counted."""
+
+    labels: tuple[str, ...] = LABELS
 
     def __init__(self, meter: Meter, name: str, engine: str, created_s: float) -> None:
         self._meter = meter
         self._engine = engine
-        self._values = (name, engine)
+        self._values: tuple[str, ...] = (name, engine)
         self._created_s = created_s
 
     def collect(self) -> Iterator[Metric]:
@@ -66,29 +79,29 @@ class MeterMetrics:
         raise NotImplementedError
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=LABELS)
+        family = GaugeMetricFamily(name, text, labels=self.labels)
         family.add_metric(self._values, value)
         return family
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=LABELS)
+        family = CounterMetricFamily(name, text, labels=self.labels)
         family.add_metric(self._values, value, created=self._created_s)
         return family
 
     def _counters(self, name: str, text: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=(*LABELS, label))
+        family = CounterMetricFamily(name, text, labels=(*self.labels, label))
         for key, value in values:
             family.add_metric((*self._values, key), value, created=self._created_s)
         return family
 
     def _gauges(self, name: str, text: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=(*LABELS, label))
+        family = GaugeMetricFamily(name, text, labels=(*self.labels, label))
         for key, value in values:
             family.add_metric((*self._values, key), value)
         return family
 
     def _histogram(self, name: str, text: str, counts: BucketCounts) -> Metric:
-        family = HistogramMetricFamily(name, text, labels=LABELS)
+        family = HistogramMetricFamily(name, text, labels=self.labels)
         bounds = [*(str(float(bound)) for bound in counts.published), "+Inf"]
         family.add_metric(self._values, list(zip(bounds, counts.cumulative(), strict=True)), counts.total)
         return family
@@ -161,12 +174,6 @@ class MeterMetrics:
             (
                 "request_max_num_generation_tokens",
                 "Histogram of maximum number of requested generation tokens.",
-                meter.max_tokens_by_request,
-            ),
-            ("request_params_n", "Histogram of the n request parameter.", meter.num_choices),
-            (
-                "request_params_max_tokens",
-                "Histogram of the max_tokens request parameter.",
                 meter.max_tokens_by_request,
             ),
             ("time_to_first_token_seconds", "Histogram of time to first token in seconds.", meter.first_token_s),
@@ -259,14 +266,6 @@ class ModelMetrics(MeterMetrics):
             "reason",
             (("capacity", num_waiting - num_loading), ("deferred", num_loading)),
         )
-        sleeping = served.sleep_level
-        yield self._gauges(
-            "vllm:engine_sleep_state",
-            "Engine sleep state; awake = 0 means engine is sleeping; awake = 1 means engine is awake; "
-            "weights_offloaded = 1 means sleep level 1; discard_all = 1 means sleep level 2.",
-            "sleep_state",
-            (("awake", not sleeping), ("weights_offloaded", sleeping == 1), ("discard_all", sleeping == 2)),
-        )
         yield self._gauge(
             "vllm:kv_cache_usage_perc",
             "KV-cache usage. 1 means 100 percent usage.",
@@ -279,7 +278,7 @@ class ModelMetrics(MeterMetrics):
             "enable_prefix_caching": "True",
             "engine": self._engine,
             "gpu_memory_utilization": "0.9",
-            "num_gpu_blocks": str(scheduler.cache.pool.total),
+            "num_gpu_blocks": str(served.host.num_gpu_blocks),
             "prefix_caching_hash_algo": "sha256_cbor",
             "sliding_window": "None",
         }

@@ -8,34 +8,36 @@ makes the same decisions at the same model time, event for event.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
 from kvarts.base.clock import Clock, PacedClock, PutOffClock
-from kvarts.core.build import Planning, Storage, Watching, build_engine
+from kvarts.core.build import Planning, Storage, Watching, build_engine, preparation_of
 from kvarts.core.config import EngineConfig, EngineOptions
 from kvarts.core.engine import Engine
 from kvarts.core.event_log import EventReader
-from kvarts.core.executor import CostModel
-from kvarts.core.kv.group_needs import GroupNeeds
+from kvarts.core.executor import CostModel, no_rotation
 from kvarts.core.kv.groups import GroupMemory
+from kvarts.core.parts.combines import check_combination
 from kvarts.core.request import Request
 from kvarts.cost.polynomial import PrefillCost
 from kvarts.cost.simulated import SimExecutor
 from kvarts.doors.openai.access import Guard
 from kvarts.doors.openai.app import OpenAIApp, Watcher
 from kvarts.doors.openai.failures import FailureScript
-from kvarts.doors.openai.meter import Meter
+from kvarts.doors.openai.meter import OF_VLLM, Bounds, Meter
 from kvarts.doors.openai.prompts import HubText
 from kvarts.doors.openai.routes import Routes
-from kvarts.doors.openai.served import Door, Limits, Models, Served
+from kvarts.doors.openai.served import Door, Limits, Models, Served, vllm_priority
 from kvarts.doors.openai.server import Address, OpenAIServer
 from kvarts.doors.openai.words import NUM_WORDS, VOCABULARY_SIZE, vary_words
+from kvarts.proof.audit.opening import audit_of
 from kvarts.run.engine_loop import EngineLoop, ModelHost
-from kvarts.run.llm_engine import LLMEngine
-from kvarts.run.mock import MockExecutor
-from kvarts.run.page_bytes import NoPageBytes
+from kvarts.run.llm_engine import CoreEngine, LLMEngine
+from kvarts.run.mock import MockExecutor, Vocabulary
+from kvarts.run.page_bytes import NoPageBytes, PageSlots
 from kvarts.run.text import DetokenizingExecutor
 from kvarts.run.wrappers import WaitingExecutor
 from kvarts.sim.config import ReplayConfig
@@ -46,18 +48,23 @@ if TYPE_CHECKING:
     from kvarts.doors.openai.recordings import ArrivalRecorder
 
 __all__ = [
+    "VLLM_FACE",
     "Door",
+    "Face",
     "MockParts",
     "MockSettings",
     "Opened",
     "OwnReaders",
     "PacedEngine",
     "Readers",
+    "face_of",
     "groups_of",
     "meter_of",
     "mock_facts",
+    "mock_in_batches",
     "mock_limits",
     "mock_model",
+    "mock_of",
     "mock_parts",
     "open_app",
     "open_model",
@@ -110,6 +117,7 @@ class MockParts(msgspec.Struct, frozen=True):
     detokenizing: DetokenizingExecutor
     waiting: WaitingExecutor
     seed: int
+    vocabulary: Vocabulary
 
     def host(
         self,
@@ -132,7 +140,7 @@ class MockParts(msgspec.Struct, frozen=True):
             rotate_late=self.executor.rotate_late,
             kv=NoPageBytes(),
             token_bytes=token_bytes,
-            vocab_size=VOCABULARY_SIZE,
+            vocab_size=self.vocabulary.size,
             max_positions=max_positions,
             fingerprint=lambda: f"mock {self.seed}",
             kv_groups="off" if groups is None else groups.keeps,
@@ -140,16 +148,27 @@ class MockParts(msgspec.Struct, frozen=True):
         )
 
 
+IN_WORDS = Vocabulary(NUM_WORDS, vary_words, VOCABULARY_SIZE)
+
+
 def mock_parts(
-    config: EngineConfig, cost: CostModel, clock: Clock, *, seed: int, groups: GroupMemory | None, num_blocks: int
+    config: EngineConfig,
+    cost: CostModel,
+    clock: Clock,
+    *,
+    seed: int,
+    groups: GroupMemory | None,
+    num_blocks: int,
+    vocabulary: Vocabulary = IN_WORDS,
 ) -> MockParts:
     """Return the parts of a mock. `groups`, `num_blocks`: KV groups of the model, and the blocks of its memory."""
     put_off = PutOffClock(clock)
     executor = MockExecutor(
-        config, cost, put_off, vocab_size=NUM_WORDS, seed=seed, vary=vary_words, groups=groups, num_blocks=num_blocks
-    )
+        config, cost, put_off, vocab_size=vocabulary.num_drawn, seed=seed, vary=vocabulary.vary, groups=groups,
+        num_blocks=num_blocks,
+    )  # fmt: skip
     detokenizing = DetokenizingExecutor(executor, max_num_seqs=config.max_num_seqs, clock=put_off)
-    return MockParts(executor, detokenizing, WaitingExecutor(detokenizing, put_off), seed)
+    return MockParts(executor, detokenizing, WaitingExecutor(detokenizing, put_off), seed, vocabulary)
 
 
 def mock_model(
@@ -162,13 +181,18 @@ def mock_model(
     max_positions: int | None = None,
     storage: Storage | None = None,
     watching: Watching | None = None,
+    vocabulary: Vocabulary = IN_WORDS,
+    around: Callable[[CoreEngine], CoreEngine] = lambda core: core,
 ) -> ModelHost:
-    """Return a model whose steps take the time of `cost` on `clock`, by default real time, and which writes words."""
+    """Return a model whose steps take the time of `cost` on `clock`, by default real time, and which writes words.
+
+    `around`: returns the engine to run, given that of the model.
+    """
     clock = PacedClock() if clock is None else clock
     storage = storage or Storage()
     groups = storage.memory
-    num_blocks = 0 if groups is None else groups.num_blocks(config.num_pages)
-    parts = mock_parts(config, cost, clock, seed=seed, groups=groups, num_blocks=num_blocks)
+    num_blocks = 0 if groups is None else storage.num_blocks or groups.num_blocks(config.num_pages)
+    parts = mock_parts(config, cost, clock, seed=seed, groups=groups, num_blocks=num_blocks, vocabulary=vocabulary)
     prefill = PrefillCost(cost, token_budget=config.max_num_batched_tokens, pool_tokens=config.pool_tokens)
     core = build_engine(
         config,
@@ -179,7 +203,7 @@ def mock_model(
     )
     if isinstance(clock, PacedClock):
         clock.is_at_rest = lambda: not core.scheduler.has_work
-    paced = PacedEngine(Replica(core, SimExecutor(cost), step_by_step=True), clock)
+    paced = around(PacedEngine(Replica(core, SimExecutor(cost), step_by_step=True), clock))
     engine = LLMEngine(paced, parts.executor, parts.detokenizing, clock, page_size=config.page_size)
     return parts.host(
         EngineLoop(engine), core, config, clock, token_bytes=token_bytes, max_positions=max_positions, groups=groups
@@ -187,6 +211,67 @@ def mock_model(
 
 
 DEFAULT_TOKENS = 128
+
+
+def mock_of(
+    config: ReplayConfig, readers: Sequence[EventReader], *, max_positions: int, speedup: float = 1.0, **of_mock: Any
+) -> ModelHost:
+    """Return the engine of a replay of `config` as a mock, on a clock that is `speedup` times as fast as real time.
+
+    `of_mock`: as of `mock_model`.
+    """
+    return mock_model(
+        config,
+        config.cost_model,
+        clock=PacedClock(speedup=speedup),
+        max_positions=max_positions,
+        storage=Storage(
+            memory=groups_of(config),
+            num_blocks=None if config.kv_groups == "off" else config.num_blocks,
+            make_order=config.eviction,
+            tiers=preparation_of(config.offload),
+        ),
+        watching=Watching(tuple(readers), audit=audit_of(config.audit)),
+        **of_mock,
+    )
+
+
+def mock_in_batches(
+    config: ReplayConfig,
+    readers: Sequence[EventReader],
+    *,
+    max_positions: int,
+    speedup: float = 1.0,
+    seed: int = 0,
+    token_bytes: int = 0,
+) -> ModelHost:
+    """Return the engine of a replay of `config`, which decides as SGLang, as a mock: its answers are foreseen."""
+    # Mocks of other engines need no replay to be ready.
+    from kvarts.doors.openai.foreseen import Foreseen, ForeseenEngine
+    from kvarts.sim.replay import build_replica, planning_of, storage_of
+
+    check_combination({**config.features, "mock": "command"})
+    cost, clock, foreseen = config.cost_model, PacedClock(speedup=speedup), Foreseen(seed=seed)
+    watching = Watching(tuple(readers), audit=audit_of(config.audit))
+    config = msgspec.structs.replace(config, step_by_step=True)
+    replica = build_replica(config, cost, storage_of(config), planning_of(config), watching)
+    core = replica.engine
+    clock.is_at_rest = lambda: not core.scheduler.has_work
+    paced = ForeseenEngine(replica, clock, foreseen)
+    engine = LLMEngine(paced, foreseen, foreseen.of_generations(), clock, page_size=config.page_size)
+    return ModelHost(
+        loop=EngineLoop(engine),
+        core=core,
+        config=config,
+        clock=clock,
+        slots=PageSlots(0, config.page_size),
+        rotate_late=no_rotation,
+        kv=NoPageBytes(),
+        token_bytes=token_bytes,
+        vocab_size=IN_WORDS.size,
+        max_positions=max_positions,
+        fingerprint=lambda: f"mock {seed}",
+    )
 
 
 class Opened:
@@ -255,6 +340,29 @@ class OwnReaders:
         """Do nothing."""
 
 
+class Face(NamedTuple):
+    """What clients see of the engine that a server is of: its routes, the bounds of its metrics, and its priorities.
+
+    `priority`: returns the priority in the engine, where larger ones come first, of a request's `priority`.
+    """
+
+    routes: type[Routes]
+    bounds: Bounds
+    priority: Callable[[int | None], int]
+
+
+VLLM_FACE = Face(Routes, OF_VLLM, vllm_priority)
+
+
+def face_of(config: ReplayConfig) -> Face:
+    """Return the face of a mock of the engine that `config` names."""
+    if config.batches is None:
+        return VLLM_FACE
+    from kvarts.doors.openai.sglang import OF_SGLANG, SglangRoutes, sglang_priority
+
+    return Face(SglangRoutes, OF_SGLANG, partial(sglang_priority, config))
+
+
 class MockSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a mock beside its engine and its door. `model`: its name without one; `token_bytes`: KV of a token.
 
@@ -280,8 +388,9 @@ def mock_facts(door: Door, speedup: float, config: ReplayConfig) -> dict[str, An
 
 def meter_of(door: Door, config: ReplayConfig, speedup: float) -> Meter:
     """Return the meter of a mock's engine, with that of the residency of blocks if `door` asks for it."""
-    residency = _residency_of(door, speedup)
-    return Meter(max_model_len=mock_limits(door, config).max_model_len, speedup=speedup, residency=residency)
+    limits, residency = mock_limits(door, config), _residency_of(door, speedup)
+    bounds = face_of(config).bounds
+    return Meter(max_model_len=limits.max_model_len, speedup=speedup, residency=residency, bounds=bounds)
 
 
 def _residency_of(door: Door, speedup: float = 1.0) -> Residency | None:
@@ -298,7 +407,9 @@ def mock_limits(door: Door, config: ReplayConfig) -> Limits:
     if config.kv_groups == "off":
         most = min(most, config.pool_tokens)
     else:
-        needs = GroupNeeds(config.memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
+        from kvarts.core.kv.block_sizes import needs_of  # imported only for a model with KV groups
+
+        needs = needs_of(config.memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
         most = needs.most_tokens(most, config.num_blocks)
     return msgspec.structs.replace(
         door.limits,
@@ -348,10 +459,13 @@ def open_app(
     watcher: Watcher | None = None,
     engines: Sequence[Served] | None = None,
     gone: Sequence[GoneEngines] = (),
+    face: Face = VLLM_FACE,
 ) -> Opened:
     """Return the application around the served models. `engines` and `gone`: see Routes."""
     models = Models(served)
-    routes = Routes(models, speedup=speedup, engines=engines, gone=gone)
+    for each in served:
+        each.priority_of = face.priority
+    routes = face.routes(models, speedup=speedup, engines=engines, gone=gone)
     script = FailureScript(door.fail, seed=door.seed)
     app = OpenAIApp(
         models,

@@ -18,10 +18,11 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from kvarts.base.errors import ConfigError
+from kvarts.base.decoders import UNDECODED
+from kvarts.base.errors import problem_of
 from kvarts.base.limits import MOST_COUNT
-from kvarts.base.templates import Template
 from kvarts.doors.openai.errors import ApiError
+from kvarts.doors.openai.generic_tools import WARNING, in_words
 from kvarts.doors.openai.tool_calls import FORMATS, call_text, format_named
 from kvarts.doors.openai.words import MAX_CHARS_PER_WORD, WordTokenizer
 from kvarts.run.text import TextOffsets, TokenBytes
@@ -137,9 +138,7 @@ class WordText:
         return array("Q", islice(self._words.tokens(text), most + 1))
 
     def conversation(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-        """Return the prompt of a conversation, as ChatML or by the requested template."""
-        if options.get("chat_template"):
-            return _rendered(options["chat_template"], messages, options)
+        """Return the prompt of a conversation, as ChatML."""
         parts = []
         tools = options.get("tools")
         if tools:
@@ -189,29 +188,27 @@ class HubText:
         )
 
     def conversation(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-        """Return the prompt of a conversation by the requested template, else by the model's.
+        """Return the prompt of a conversation by the model's template.
 
-        Without either, each message becomes its text and a newline.
+        Without one, each message becomes its text and a newline. Where the template leaves tools out, they are
+        described in words, and `warn` of the options receives that.
         """
         told = [_with_arguments(message) for message in messages]
         text = self._rendered(told, options, options.get("tools") or None)
         if options.get("needs_tools") and text == self._rendered(told, options, None):
-            raise ApiError(
-                400,
-                "the chat template of the model leaves tools out: describe them in a message, or give a chat_template",
-                param="tools",
-            )
+            text = self._rendered(in_words(told, options["tools"], self.call_format), options, None)
+            if "warn" in options:
+                options["warn"](WARNING.format(form=self.call_format.name))
         return text
 
     def _rendered(self, messages: Sequence[Message], options: Mapping[str, Any], tools: Any) -> str:
-        if not self._need().chat_template and not options.get("chat_template"):
+        if not self._need().chat_template:
             return "".join(f"{message['content']}\n" for message in messages)
         try:
             return str(
                 self._need().apply_chat_template(
                     [dict(message) for message in messages],
                     tokenize=False,
-                    chat_template=options.get("chat_template"),
                     tools=tools,
                     add_generation_prompt=options.get("add_generation_prompt", True)
                     and not options.get("continue_final_message"),
@@ -246,8 +243,8 @@ def _with_arguments(message: Message) -> Message:
         if isinstance(function, dict) and isinstance(arguments, str):
             try:
                 read = msgspec.json.decode(arguments or "{}")
-            except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-                raise ApiError(400, f"arguments of a call are JSON: {error}", param="messages") from error
+            except UNDECODED as error:
+                raise ApiError(400, f"arguments of a call are JSON: {problem_of(error)}", param="messages") from error
             made.append({**call, "function": {**function, "arguments": read}})
         else:
             made.append(call)
@@ -270,17 +267,3 @@ def _calls(message: Message) -> str:
 
 def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
-
-
-def _rendered(template: str, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-    values = {
-        "messages": messages,
-        "tools": options.get("tools"),
-        "add_generation_prompt": options.get("add_generation_prompt", True),
-        **(options.get("chat_template_kwargs") or {}),
-    }
-    try:
-        return Template(template).render(values)
-    except ConfigError as error:
-        what = error.what if error.what.startswith("the chat") else f"the chat template {error.what}"
-        raise ApiError(400, what, param="messages" if error.hint is None else "chat_template") from error

@@ -57,6 +57,7 @@ class Responses:
         self._num_bytes = Shares(MAX_STORED_BYTES, shares)
         self.dialect = Dialect(
             path="/v1/responses",
+            about="Answer an input, as OpenAI's responses API; it is stored unless `store` is false.",
             body=ResponsesBody,
             read=self._read,
             form=lambda body, read: ResponseForm(body, read.served.names[0], read.wanted.shape),
@@ -66,12 +67,12 @@ class Responses:
         )
 
     async def find(self, exchange: Exchange) -> None:
-        """Answer GET /v1/responses/ID."""
+        """Return a stored response."""
         stored = self._find(exchange)
         await exchange.response.whole(await exchange.work(partial(encode, stored.body), num_bytes=stored.num_bytes))
 
     async def delete(self, exchange: Exchange) -> None:
-        """Answer DELETE /v1/responses/ID."""
+        """Delete a stored response."""
         response_id = self._find(exchange).body["id"]
         self._forget(exchange.owner.name, response_id)
         await exchange.response.whole(encode({"id": response_id, "object": "response", "deleted": True}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import parse_qs
 
 import msgspec
@@ -23,17 +23,24 @@ if TYPE_CHECKING:
     from kvarts.doors.openai.meter import GoneEngines
     from kvarts.doors.openai.metrics import ServerMetrics
 
-__all__ = ["TOKENIZED_BYTES", "Routes"]
+__all__ = ["TOKENIZED_BYTES", "Routes", "Row"]
 
 TOKENIZED_BYTES = 4 * 1024 * 1024
 """Size limit of a text that is only tokenized."""
 MOST_TOKENIZED = 500_000
 """Token limit of such a text: more than a context, so that a client learns by how much its text is too long."""
+BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+"""Texts of a query, as FastAPI reads them."""
+
+Row: TypeAlias = "tuple[str, str, Handler, Access, dict[str, Any]]"
+"""A route: method, path, handler, access and limits."""
 MAX_ADAPTERS = 1024
 encode = msgspec.json.encode
 
 
-class _TokenizeBody(msgspec.Struct, kw_only=True):
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /tokenize. A prompt, or messages."""
+
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -41,15 +48,19 @@ class _TokenizeBody(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
     tools: list[dict[str, Any]] | None = None
-    chat_template: str | None = None
+    chat_template: Any = None
 
 
-class _DetokenizeBody(msgspec.Struct, kw_only=True):
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /detokenize."""
+
     model: str | None = None
     tokens: list[int]
 
 
-class _AdapterBody(msgspec.Struct, kw_only=True):
+class AdapterBody(msgspec.Struct, kw_only=True):
+    """POST /v1/load_lora_adapter and /v1/unload_lora_adapter. `model`: the first by default."""
+
     lora_name: str
     lora_path: str | None = None
     model: str | None = None
@@ -71,7 +82,7 @@ class Routes:
         gone: Sequence[GoneEngines] = (),
     ) -> None:
         self._models = models
-        self._engines = tuple(models) if engines is None else tuple(engines)
+        self.engines = tuple(models) if engines is None else tuple(engines)
         self._gone = gone
         self._metrics: ServerMetrics | None = None
         """Created on first use, because the import takes longer than most of a mock's start."""
@@ -81,40 +92,49 @@ class Routes:
 
     def set_engines(self, engines: Sequence[Served]) -> None:
         """Let the routes concern other engines from now on."""
-        self._engines = tuple(engines)
+        self.engines = tuple(engines)
         self._metrics = None
 
     def table(self) -> list[Route]:
         """Return the routes: method, path, handler, access and limits."""
         of_text = {"max_body_bytes": TOKENIZED_BYTES}
-        rows: list[tuple[str, str, Handler, Access, dict[str, Any]]] = [
+        rows: list[Row] = [
             ("GET", "/health", self.health, Access.OPEN, {}),
             ("GET", "/ping", self.health, Access.OPEN, {}),
             ("POST", "/ping", self.health, Access.OPEN, {}),
-            ("GET", "/version", self.version, Access.KEY, {}),
-            ("GET", "/load", self.load, Access.KEY, {}),
             ("GET", "/metrics", self.metrics, Access.KEY, {}),
             ("GET", "/v1/models", self.models, Access.KEY, {}),
-            ("GET", "/v1/models/", self.model, Access.KEY, {}),
-            ("POST", "/tokenize", self.tokenize, Access.KEY, of_text),
-            ("POST", "/detokenize", self.detokenize, Access.KEY, of_text),
-            ("POST", "/v1/completions/render", self.render_completion, Access.KEY, of_text),
-            ("POST", "/v1/chat/completions/render", self.render_chat, Access.KEY, of_text),
-            ("GET", "/kv_event_sources", self.tell_event_sources, Access.KEY, {}),
-            ("GET", "/server_info", self.server_info, Access.KEY, {}),
-            ("GET", "/get_server_info", self.server_info, Access.KEY, {}),
-            ("GET", "/is_sleeping", self.is_sleeping, Access.KEY, {}),
-            ("POST", "/reset_prefix_cache", self.reset_prefix_cache, Access.ADMIN, {}),
-            ("POST", "/sleep", self.sleep, Access.ADMIN, {}),
-            ("POST", "/wake_up", self.wake_up, Access.ADMIN, {}),
+            ("GET", "/v1/models/{model}", self.model, Access.KEY, {}),
+            ("POST", "/tokenize", self.tokenize, Access.KEY, {**of_text, "body": TokenizeBody}),
+            ("POST", "/detokenize", self.detokenize, Access.KEY, {**of_text, "body": DetokenizeBody}),
+            ("POST", "/v1/completions/render", self.render_completion, Access.KEY, {**of_text, "body": CompletionBody}),
+            ("POST", "/v1/chat/completions/render", self.render_chat, Access.KEY, {**of_text, "body": ChatBody}),
+            ("GET", "/kv_event_sources", self.tell_event_sources, Access.KEY, {"query": [("form", "map or list")]}),
+            *self.of_engine(),
             ("POST", "/abort_requests", self.abort_requests, Access.ADMIN, {}),
-            ("POST", "/v1/load_lora_adapter", self.load_adapter, Access.ADMIN, {}),
-            ("POST", "/v1/unload_lora_adapter", self.unload_adapter, Access.ADMIN, {}),
+            ("POST", "/v1/load_lora_adapter", self.load_adapter, Access.ADMIN, {"body": AdapterBody}),
+            ("POST", "/v1/unload_lora_adapter", self.unload_adapter, Access.ADMIN, {"body": AdapterBody}),
         ]
         return [
             Route(method=method, path=path, handler=handler, access=access, **limits)
             for method, path, handler, access, limits in rows
         ]
+
+    def of_engine(self) -> list[Row]:
+        """Return the routes of servers of this engine: those of vLLM."""
+        return [
+            ("GET", "/version", self.version, Access.KEY, {}),
+            ("GET", "/load", self.load, Access.KEY, {}),
+            ("GET", "/server_info", self.server_info, Access.KEY, {}),
+            ("GET", "/get_server_info", self.server_info, Access.KEY, {}),
+            ("POST", "/reset_prefix_cache", self.reset_prefix_cache, Access.ADMIN, {}),
+        ]
+
+    def open_metrics(self) -> ServerMetrics:
+        """Return the metrics of the engines, by the names of vLLM."""
+        from kvarts.doors.openai.metrics import ServerMetrics
+
+        return ServerMetrics(self.engines, self._gone)
 
     # Status -----------------------------------------------------------------------------------------------
 
@@ -125,37 +145,35 @@ class Routes:
             raise ApiError(503, "the engine has stopped after an error")
         if served.is_starting or served.is_draining or served.is_leaving:
             raise ApiError(503, "the server is starting" if served.is_starting else "the server is shutting down")
-        await exchange.response.whole(b"", without_body=exchange.request.method == "HEAD")
+        await exchange.response.whole(b"")
 
     async def version(self, exchange: Exchange) -> None:
         """Return the version of kvarts, and the version of vLLM that it follows."""
-        await self._tell(exchange, {"version": "0.32.0", "kvarts": kvarts.__version__})
+        await self.tell(exchange, {"version": "0.32.0", "kvarts": kvarts.__version__})
 
     async def load(self, exchange: Exchange) -> None:
         """Return the number of requests under way."""
-        await self._tell(exchange, {"server_load": self._models.num_live})
+        await self.tell(exchange, {"server_load": self._models.num_live})
 
     async def metrics(self, exchange: Exchange) -> None:
         """Return the metrics."""
         if self._metrics is None:
-            of = self._metrics = await asyncio.to_thread(_metrics_of, self._engines, self._gone)
+            of = self._metrics = await asyncio.to_thread(self.open_metrics)
         else:
             of = self._metrics
         # In turn, and off the event loop: a client that requests metrics continuously does not delay the others.
         payload, content_type = await exchange.work(of.exposition, num_bytes=INLINE_BYTES + 1)
-        await exchange.response.whole(
-            payload, content_type=content_type.encode(), without_body=exchange.request.method == "HEAD"
-        )
+        await exchange.response.whole(payload, content_type=content_type.encode())
 
     async def models(self, exchange: Exchange) -> None:
         """List the names of each model, and its adapters."""
         names = [name for served in self._models for name in (*served.names, *served.adapters)]
-        await self._tell(exchange, {"object": "list", "data": [self._model(name) for name in names]})
+        await self.tell(exchange, {"object": "list", "data": [self._model(name) for name in names]})
 
     async def model(self, exchange: Exchange) -> None:
         """Return one of these models."""
         name = exchange.request.path.removeprefix("/v1/models/")
-        await self._tell(exchange, self._model(name))
+        await self.tell(exchange, self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:
         served = self._models.of(name)
@@ -173,15 +191,15 @@ class Routes:
 
     async def server_info(self, exchange: Exchange) -> None:
         """Return the configuration of the engine; with several models, of each engine, and the first one twice."""
-        told = [_facts_of(served) for served in self._engines]
-        await self._tell(exchange, told[0] if len(told) == 1 else {**told[0], "models": told})
+        told = [_facts_of(served) for served in self.engines]
+        await self.tell(exchange, told[0] if len(told) == 1 else {**told[0], "models": told})
 
     async def tell_event_sources(self, exchange: Exchange) -> None:
         """Return where KV events are published: as a map by rank, like vLLM, or on request as a list.
 
         The list is for consumers other than vLLM's. With several models, each model has the rank of its position.
         """
-        await self._tell(exchange, _sources_told(exchange, self.event_sources))
+        await self.tell(exchange, _sources_told(exchange, self.event_sources))
 
     # Tokens -----------------------------------------------------------------------------------------------
 
@@ -189,13 +207,15 @@ class Routes:
         """Return the tokens of a prompt or of a conversation."""
 
         def answer() -> bytes:
-            body = exchange.take_body(_TokenizeBody)
+            body = exchange.take_body(TokenizeBody)
             served = self._models.of(body.model)
+            if body.chat_template:
+                raise ApiError(400, "chat_template is not supported: omit it", param="chat_template")
             if body.messages is not None:
                 options = {
                     "add_generation_prompt": body.add_generation_prompt is not False,
                     "tools": body.tools,
-                    "chat_template": body.chat_template,
+                    "needs_tools": bool(body.tools),
                 }
                 text, adds = (
                     served.conversation(messages_of(body.messages, served.media()), options),
@@ -216,7 +236,7 @@ class Routes:
         """Return the text of tokens."""
 
         def answer() -> bytes:
-            body = exchange.take_body(_DetokenizeBody)
+            body = exchange.take_body(DetokenizeBody)
             served = self._models.of(body.model)
             if any(not 0 <= token < served.host.vocab_size for token in body.tokens):
                 raise ApiError(400, f"token ids must be from 0 to {served.host.vocab_size - 1}", param="tokens")
@@ -249,31 +269,17 @@ class Routes:
     # Switches ---------------------------------------------------------------------------------------------
 
     async def reset_prefix_cache(self, exchange: Exchange) -> None:
-        """Evict every cached page. Pages in use stay."""
-        for served in self._engines:
-            await served.forget_cached()
-        await exchange.response.whole(b"")
+        """Evict every cached page; with `reset_running_requests=true`, preempt running requests first.
 
-    async def sleep(self, exchange: Exchange) -> None:
-        """Evict the cache, and refuse requests until /wake_up."""
-        level = parse_qs(exchange.request.query).get("level", ["1"])[0]
-        if level not in ("0", "1", "2"):
-            raise ApiError(400, f"level must be 0, 1 or 2, got {level!r}", param="level")
-        for served in self._models:
-            served.sleep_level = max(1, int(level))
-        for served in self._engines:
-            await served.forget_cached()
-        await exchange.response.whole(b"")
-
-    async def wake_up(self, exchange: Exchange) -> None:
-        """Admit requests again."""
-        for served in self._models:
-            served.sleep_level = 0
-        await exchange.response.whole(b"")
-
-    async def is_sleeping(self, exchange: Exchange) -> None:
-        """Return whether the server sleeps."""
-        await self._tell(exchange, {"is_sleeping": bool(self._models.first.sleep_level)})
+        Return `{"success": false}`, and evict nothing, while pages of an engine are in use.
+        """
+        text = parse_qs(exchange.request.query).get("reset_running_requests", ["false"])[0].lower()
+        if text not in BOOLEANS:
+            raise ApiError(
+                400, f"reset_running_requests must be true or false, got {text!r}", param="reset_running_requests"
+            )
+        done = [await served.reset_cache(preempts=BOOLEANS[text]) for served in self.engines]
+        await self.tell(exchange, {"success": all(done)})
 
     async def abort_requests(self, exchange: Exchange) -> None:
         """End all requests that are under way."""
@@ -282,7 +288,7 @@ class Routes:
 
     async def load_adapter(self, exchange: Exchange) -> None:
         """Add an adapter to a model, by default the first; requests by its name have separate KV."""
-        body = exchange.take_body(_AdapterBody)
+        body = exchange.take_body(AdapterBody)
         name, adapters = body.lora_name, self._models.of(body.model).adapters
         adapter = Adapter(name, body.lora_path or "")
         if what := adapter.complaint():
@@ -299,7 +305,7 @@ class Routes:
 
     async def unload_adapter(self, exchange: Exchange) -> None:
         """Remove such a name."""
-        name = exchange.take_body(_AdapterBody).lora_name
+        name = exchange.take_body(AdapterBody).lora_name
         for served in self._models:
             if name in served.adapters:
                 del served.adapters[name]
@@ -309,8 +315,9 @@ class Routes:
         told = f"Success: LoRA adapter '{name}' removed successfully.".encode()
         await exchange.response.whole(told, content_type=b"text/plain; charset=utf-8")
 
-    async def _tell(self, exchange: Exchange, told: Any) -> None:
-        await exchange.response.whole(encode(told), without_body=exchange.request.method == "HEAD")
+    async def tell(self, exchange: Exchange, told: Any) -> None:
+        """Answer with `told` as JSON."""
+        await exchange.response.whole(encode(told))
 
 
 def _sources_told(exchange: Exchange, sources: Sequence[dict[str, Any]]) -> Any:
@@ -323,18 +330,12 @@ def _sources_told(exchange: Exchange, sources: Sequence[dict[str, Any]]) -> Any:
     return {source.get("worker", number): source for number, source in enumerate(sources)}
 
 
-def _metrics_of(engines: Sequence[Served], gone: Sequence[GoneEngines]) -> ServerMetrics:
-    from kvarts.doors.openai.metrics import ServerMetrics
-
-    return ServerMetrics(engines, gone)
-
-
 def _facts_of(served: Served) -> dict[str, Any]:
     config = served.host.config
     return {
         "model": served.names[0],
         "block_size": config.page_size,
-        "num_gpu_blocks": served.host.core.scheduler.cache.pool.total,
+        "num_gpu_blocks": served.host.num_gpu_blocks,
         "max_model_len": served.limits.max_model_len,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "max_num_seqs": config.max_num_seqs,

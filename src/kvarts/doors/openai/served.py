@@ -24,6 +24,7 @@ from kvarts.doors.openai.answer import Answer, Choice, ChoiceMeter
 from kvarts.doors.openai.answers import Answers, Rule
 from kvarts.doors.openai.budget import MOST_VALUES, Budget
 from kvarts.doors.openai.errors import ApiError, too_long
+from kvarts.doors.openai.failures import fail_transfers
 from kvarts.doors.openai.kv_hints import with_parts
 from kvarts.doors.openai.meter import BucketCounts, Meter
 from kvarts.doors.openai.prompts import OPEN, Message, TextModel
@@ -51,6 +52,7 @@ __all__ = [
     "SessionsOnDemand",
     "Sharing",
     "WorkerDoor",
+    "vllm_priority",
 ]
 
 LATE_S = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.05, 0.1, 0.5, 1.0, 10.0)
@@ -134,8 +136,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     `max_queued`: requests beyond those that may run at once; further ones are refused with 429, and with
     `retry_after_s`. `max_model_len`: tokens of a prompt and its answer. `max_body_bytes`: body of one HTTP request,
     which must arrive within `body_timeout_s`. `default_tokens`: approximate length of a mock's answers; None: the model
-    ends them. `trust_request_chat_template`: render templates in requests, which are programs of clients with unbounded
-    computing time.
+    ends them.
 
     Raises ConfigError for a value out of range.
     """
@@ -146,7 +147,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = MAX_BODY_BYTES
     body_timeout_s: float = 60.0
     default_tokens: int | None = None
-    trust_request_chat_template: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_queued <= MOST_COUNT:
@@ -158,6 +158,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class Door(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a server over HTTP that do not depend on its model.
 
+    `any_model`: requests may name any model; one that is not served is the first.
     `keys`: accepted keys; None: no key is required. `shares_prefix_cache`: owners can hit each other's KV. `origins`
     and `hosts`: see Guard. `fail`: a script of failures, drawn from `seed`. `allows_failures`: requests may ask for
     failures. `is_recording`: record arrivals. `has_page`: serve the live page. `access_log`: log of requests.
@@ -167,6 +168,7 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     names: tuple[str, ...] = ()
+    any_model: bool = False
     adapters: tuple[str, ...] = ()
     keys: Keys | None = None
     shares_prefix_cache: bool = False
@@ -209,6 +211,11 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
 
 
+def vllm_priority(priority: int | None) -> int:
+    """Return the priority of a request to vLLM: the lower, the earlier."""
+    return -(priority or 0)
+
+
 class Served:
     """Owner of the requests under way over HTTP, of the names of the model, and of whether it sleeps or drains.
 
@@ -232,7 +239,11 @@ class Served:
         self.host = host
         self.rank = door.rank
         """The number of the engine among the workers of a fleet, from 0."""
+        self.any_model = door.any_model
+        """Whether it answers requests for names that it does not have."""
         self._media = door.media
+        self.priority_of: Callable[[int | None], int] = vllm_priority
+        """Returns the priority in the engine, of which larger ones come first, of a request's `priority`."""
         self.answers: Answers | None = None
         """None for a real model."""
         if facts.get("mock"):
@@ -293,7 +304,6 @@ class Served:
         self.is_leaving = False
         """Whether /health reports a shutdown already, while requests are still accepted."""
         self.is_starting = False
-        self.sleep_level = 0
         self._live: set[Choice] = set()
         self._begun: list[tuple[_Begin, Choice]] = []
         """Requests on their way to the engine."""
@@ -336,6 +346,8 @@ class Served:
             return None
         if model in self.adapters:
             return self.adapters[model]
+        if self.any_model and model:
+            return None
         raise ApiError(404, f"the model {brief(model)} does not exist; there is {self.names[0]!r}", param="model")
 
     def encode(
@@ -372,14 +384,9 @@ class Served:
         return array("Q", tokens)
 
     def conversation(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-        """Return the prompt of a conversation, as TextModel does. Raise ApiError for a template that is not trusted."""
-        brings_one = options.get("chat_template") or "chat_template" in (options.get("chat_template_kwargs") or {})
-        if brings_one and not self.limits.trust_request_chat_template:
-            raise ApiError(
-                400,
-                "the chat template of a request is rendered only with --set trust_request_chat_template=true",
-                param="chat_template",
-            )
+        """Return the prompt of a conversation, as TextModel does. Raise ApiError if it brings a template of its own."""
+        if "chat_template" in (options.get("chat_template_kwargs") or {}):
+            raise ApiError(400, "chat_template is not supported: omit it", param="chat_template_kwargs")
         return self.text.conversation(messages, options)
 
     def ready(self) -> None:
@@ -390,8 +397,6 @@ class Served:
             raise ApiError(503, "the server is shutting down", retry_after_s=1.0)
         if self.health == "dead":
             raise ApiError(503, DEAD, retry_after_s=1.0)
-        if self.sleep_level:
-            raise ApiError(503, "the engine sleeps: POST /wake_up first", retry_after_s=1.0)
 
     def start(
         self, asks: Sequence[Ask], owner: Owner = ANYONE, *, started_s: float | None = None, begin: Begin | None = None
@@ -513,7 +518,6 @@ class Served:
         for choice in choices:
             choice.is_unwanted = True
             if choice.index is not None and not choice.is_over:
-                self.meter.num_aborted += 1
                 self.host.loop.end(choice.index)
 
     async def drained(self, timeout_s: float) -> bool:
@@ -566,6 +570,16 @@ class Served:
         clear = self.host.core.clear_cache if self.transfers is None else self.transfers.clear_cache
         await self.between_steps(lambda _: clear())
 
+    async def reset_cache(self, *, preempts: bool) -> bool:
+        """Evict every cached page, unless a page is in use; return whether it did. A fleet evicts what is not in use.
+
+        `preempts`: running requests first lose their pages, and compute again.
+        """
+        if self.transfers is not None:
+            await self.forget_cached()
+            return True
+        return await self.between_steps(lambda _: self.host.core.reset_cache(preempts=preempts))
+
     @property
     def told_health(self) -> Health:
         """The reported health, which includes that of the engine."""
@@ -602,19 +616,8 @@ class Served:
 
         Raise ConfigError if the model lacks tiers.
         """
-        tiers: Any = self.host.core.tiers
-        if tiers is None:
-            if fails is not None:
-                raise ConfigError(
-                    "there are no tiers below the device, so no transfers", field="fail", hint="Give --host-memory."
-                )
-            return
-
-        def change(_: LLMEngine) -> None:
-            num_before = tiers.num_transfers
-            tiers.fails = None if fails is None else lambda number: number > num_before and fails(number - num_before)
-
-        self.host.loop.post(change)
+        change = fail_transfers(self.host.core.tiers, fails)
+        self.host.loop.post(lambda _: change())
 
     def kill(self) -> None:
         """Kill the model: alone if it shares its device, else with its engine, as an error in a step would."""
@@ -714,7 +717,8 @@ class SessionsOnDemand:
 class Models:
     """One Served, or several on one device.
 
-    The first one answers requests without a model. Raises ConfigError if two of them have the same name.
+    The first one answers requests without a model, and with `any_model` those for names of none. Raises ConfigError if
+    two of them have the same name.
     """
 
     def __init__(self, served: Sequence[Served]) -> None:
@@ -738,6 +742,8 @@ class Models:
         for served in self._served:
             if model in served.names or model in served.adapters:
                 return served
+        if self.first.any_model and model:
+            return self.first
         there_are = ", ".join(repr(served.names[0]) for served in self._served)
         raise ApiError(404, f"the model {brief(model)} does not exist; there is {there_are}", param="model")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvarts.base.decoders import convert, decoder_of
+from kvarts.base.decoders import UNDECODED, convert, decoder_of
 from kvarts.base.errors import ConfigError
 from kvarts.doors.openai.errors import ApiError
 from kvarts.doors.openai.shapes import CallPart, Part, Reader
@@ -57,15 +57,20 @@ class CallFormat(msgspec.Struct, frozen=True):
 
     `starts`: texts that start an answer consisting only of calls. `read` returns the calls of a text from its mark on,
     and raises ValueError for other texts. `pieces`: for calls that are JSON objects. `has_special_tokens`: marks are
-    special tokens.
+    special tokens. `pattern`: a call, with NAME and ARGUMENTS.
     """
 
     name: str
     marks: tuple[str, ...]
     read: Callable[[str], list[Call]]
     pieces: _Pieces
+    pattern: str
     starts: tuple[str, ...] = ()
     has_special_tokens: bool = False
+
+    def written(self, name: str, arguments: str) -> str:
+        """Return the text of a call. `arguments`: as JSON."""
+        return self.pattern.replace("NAME", _json(name)).replace("ARGUMENTS", arguments)
 
 
 class _Written(msgspec.Struct):
@@ -100,7 +105,7 @@ def _between_tags(text: str) -> list[Call]:
 def _json_or_text(value: str) -> Any:
     try:
         return msgspec.json.decode(value)
-    except (msgspec.DecodeError, UnicodeEncodeError):
+    except UNDECODED:
         return value
 
 
@@ -191,8 +196,17 @@ FORMATS = {
             ("<tool_call>",),
             _between_tags,
             _pieces(r"[}\s]*(?:</tool_call>)?\s*<tool_call>\s*", r"[}\s]*(?:</tool_call>)?\s*"),
+            '<tool_call>\n{"name": NAME, "arguments": ARGUMENTS}\n</tool_call>',
         ),
-        CallFormat("llama3_json", ("<|python_tag|>",), _objects, _OBJECTS, ("{",), has_special_tokens=True),
+        CallFormat(
+            "llama3_json",
+            ("<|python_tag|>",),
+            _objects,
+            _OBJECTS,
+            '{"name": NAME, "parameters": ARGUMENTS}',
+            ("{",),
+            has_special_tokens=True,
+        ),
         CallFormat(
             "mistral",
             ("[TOOL_CALLS]",),
@@ -202,10 +216,17 @@ FORMATS = {
                 r"[}\]\s]*",
                 other=r"[}\]\s]*\[TOOL_CALLS\]\s*(?P<bare>[\w.-]+)(?:\[CALL_ID\][\w-]+)?\[ARGS\]\s*(?=\{)",
             ),
+            '[TOOL_CALLS][{"name": NAME, "arguments": ARGUMENTS}]',
             has_special_tokens=True,
         ),
         CallFormat(
-            "gemma", ("<start_function_call>", "```tool_code"), _of_gemma, _OBJECTS, ("{", "[", "```json"), True
+            "gemma",
+            ("<start_function_call>", "```tool_code"),
+            _of_gemma,
+            _OBJECTS,
+            '{"name": NAME, "parameters": ARGUMENTS}',
+            ("{", "[", "```json"),
+            has_special_tokens=True,
         ),
     )
 }
@@ -434,7 +455,7 @@ class _TaggedCalls:
 def _string(written: str) -> str | None:
     try:
         return msgspec.json.decode(written, type=str)
-    except (msgspec.DecodeError, UnicodeEncodeError):
+    except UNDECODED:
         return None
 
 

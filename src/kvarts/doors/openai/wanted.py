@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from kvarts.base.decoders import UNDECODED
+from kvarts.base.errors import problem_of
 from kvarts.base.limits import brief
 from kvarts.core.sampling import StructuredOutputs
 from kvarts.doors.openai.answers import Answers, Question
@@ -74,7 +76,7 @@ def wanted_of(served: Served, body: GenerationBody, request: HttpRequest, budget
         and answers.has_words_alone
         and body.is_plain
         and not body.is_costly
-        and not (isinstance(body, ChatBody) and body.asks_more)
+        and not body.asks_more
         and not request.has_header(ANSWER_HEADER)
     ):
         return IN_WORDS
@@ -148,8 +150,8 @@ def _asked(served: Served, body: GenerationBody, request: HttpRequest) -> Script
         param = ANSWER_HEADER
         try:
             value = msgspec.json.decode(header.encode("latin-1"))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ApiError(400, f"is not JSON: {error}", param=param) from error
+        except UNDECODED as error:
+            raise ApiError(400, f"is not JSON: {problem_of(error)}", param=param) from error
     if value is None:
         return None
     if served.answers is None:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from kvarts.base.errors import ConfigError
-from kvarts.base.files import open_private, own_directory
+from kvarts.base.files import make_directory, open_private, own_directory
 from kvarts.base.units import parse_bytes
 from kvarts.core.tiers.keyed import KeyedTier
 from kvarts.core.tiers.pagefiles import PageFiles, file_bytes
@@ -81,7 +81,7 @@ class ModelFolder:
 
     def __init__(self, directory: str, config: Any, *, most_bytes: int, page_bytes: int) -> None:
         parent = Path(directory)
-        parent.mkdir(parents=True, exist_ok=True)
+        make_directory(parent)
         folder = parent / _fingerprint(config)
         self._owned = ExitStack()
         self._owned.enter_context(own_directory(folder))

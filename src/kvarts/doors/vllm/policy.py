@@ -28,7 +28,8 @@ class KvartsCachePolicy(CachePolicy):  # type: ignore[misc]
         self._chunks: OrderedDict[bytes, Any] = OrderedDict()
         """The next to be evicted first."""
         self._storing: dict[bytes, Any] = {}
-        """The context of the request that stores a key, until it has finished."""
+        """The context of the request that stores a key, until it has finished. vLLM 0.32 does not pass it to `insert`,
+        and neither version to `evict`."""
         self._stored: dict[int, Any] = {}
         """Contexts of requests that have stored keys since the last eviction, by identity."""
 
@@ -37,9 +38,9 @@ class KvartsCachePolicy(CachePolicy):  # type: ignore[misc]
         return self._chunks.get(key)
 
     @override
-    def insert(self, key: bytes, chunk: Any) -> None:
+    def insert(self, key: bytes, chunk: Any, req_context: Any = None) -> None:
         self._chunks[key] = chunk
-        context = self._storing.get(key)
+        context = self._storing.get(key) if req_context is None else req_context
         if context is not None:
             self._stored.pop(id(context), None)
             self._stored[id(context)] = context

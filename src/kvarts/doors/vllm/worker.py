@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from math import gcd
@@ -73,7 +72,7 @@ class KvartsWorker(OffloadingWorker):  # type: ignore[misc]
     """Copies between `kv_caches`, vLLM's canonical views of a device, and the part of `rank` in `region`.
 
     A place has `blocks_per_chunk` blocks of one KV group, each with the group's layers in order. A GPU reads and writes
-    host memory itself, on a stream of its own.
+    host memory itself, on a stream of its own; expedited loads have another stream.
     """
 
     def __init__(
@@ -96,69 +95,75 @@ class KvartsWorker(OffloadingWorker):  # type: ignore[misc]
         places = _seen_by(self._device, self._memory).view(region.num_places, region.place_bytes)
         self._unpin = weakref.finalize(self, _unpin, self._device, self._memory)
         self._host = places[:, rank * rank_bytes : (rank + 1) * rank_bytes].view(word)
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._copies: deque[_Copy] = deque()
+        is_cuda = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if is_cuda else None
+        # The step waits for an expedited load (vLLM 0.33), which must not queue behind other copies.
+        self._expedited = torch.cuda.Stream(self._device, priority=-1) if is_cuda else None
+        self._copies: list[_Copy] = []
         self._ended: list[Any] = []
 
     @override
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         num_bytes = 0
-        with self._copying():
+        with self._copying(self._stream):
             for tensor, blocks, places, start, end in self._moves(src_spec, dst_spec):
                 rows = tensor[blocks, : end - start]
                 self._host[places, start:end] = rows
                 num_bytes += rows.numel() * self._word_bytes
-        self._began(job_id, num_bytes)
+        self._began(job_id, num_bytes, self._stream)
         return True
 
     @override
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
         num_bytes = 0
-        with self._copying():
+        stream = self._expedited if expedited else self._stream
+        with self._copying(stream):
             for tensor, blocks, places, start, end in self._moves(dst_spec, src_spec):
                 rows = self._host[places, start:end]
                 tensor[blocks, : end - start] = rows
                 num_bytes += rows.numel() * self._word_bytes
-        self._began(job_id, num_bytes)
+        self._began(job_id, num_bytes, stream)
         return True
 
     @contextmanager
-    def _copying(self) -> Iterator[None]:
+    def _copying(self, stream: Any) -> Iterator[None]:
         """Run copies after what the device was asked for before, and beside what it is asked for later."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
             yield
 
-    def _began(self, job_id: int, num_bytes: int) -> None:
-        ready = None if self._stream is None else self._stream.record_event()
+    def _began(self, job_id: int, num_bytes: int, stream: Any) -> None:
+        ready = None if stream is None else stream.record_event()
         self._copies.append(_Copy(job_id, num_bytes, ready))
 
     @override
     def get_finished(self) -> list[Any]:
-        while self._copies and (self._copies[0].ready is None or self._copies[0].ready.query()):
-            self._end(self._copies.popleft())
+        self._end([copy for copy in self._copies if copy.ready is None or copy.ready.query()])
         ended, self._ended = self._ended, []
         return ended
 
     @override
     def wait(self, job_ids: set[int]) -> None:
-        while any(copy.job_id in job_ids for copy in self._copies):
-            copy = self._copies.popleft()
+        waited = [copy for copy in self._copies if copy.job_id in job_ids]
+        for copy in waited:
             if copy.ready is not None:
                 copy.ready.synchronize()
-            self._end(copy)
+        self._end(waited)
 
     @override
     def shutdown(self) -> None:
         self.wait({copy.job_id for copy in self._copies})
         self._unpin()
 
-    def _end(self, copy: _Copy) -> None:
-        seconds = time.monotonic() - copy.began
-        self._ended.append(
-            TransferResult(job_id=copy.job_id, success=True, transfer_size=copy.num_bytes, transfer_time=seconds)
-        )
+    def _end(self, copies: list[_Copy]) -> None:
+        now = time.monotonic()
+        for copy in copies:
+            self._copies.remove(copy)
+            took = now - copy.began
+            self._ended.append(
+                TransferResult(job_id=copy.job_id, success=True, transfer_size=copy.num_bytes, transfer_time=took)
+            )
 
     def _moves(self, device: Any, host: Any) -> Iterator[tuple[Any, Any, Any, int, int]]:
         """Yield the parts of a copy: a tensor and its blocks, and their places in host memory with first and last word.

@@ -7,6 +7,9 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from kvarts.base.decoders import UNDECODED
+from kvarts.base.errors import problem_of
+
 __all__ = [
     "DEFAULT_MEDIUM",
     "MAX_BATCH_BYTES",
@@ -209,8 +212,8 @@ def decode_batch(payload: bytes) -> Batch:
     try:
         batch = _decode_batch(payload)
         told = [_told(event) for event in batch.events]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedError(f"is no batch of events: {error}") from None
+    except UNDECODED as error:
+        raise MalformedError(f"is no batch of events: {problem_of(error)}") from None
     num_blocks = sum(len(one.hashes) for one in told if isinstance(one, Stored | Removed))
     if num_blocks > MAX_BATCH_BLOCKS:
         raise TooLongError(f"has {num_blocks:,} blocks, and {MAX_BATCH_BLOCKS:,} are read at most")
@@ -232,7 +235,7 @@ def _told(event: msgspec.Raw) -> Told:
     except msgspec.ValidationError as error:
         eagle = _eagle(event) if is_array and kind == "BlockStored" else None
         if eagle is None:
-            raise MalformedError(f"{kind}: {error}") from None
+            raise MalformedError(f"{kind}: {problem_of(error)}") from None
         return eagle
     medium, group = form.medium or DEFAULT_MEDIUM, form.group_idx or 0
     if form.ownership:  # one of several tiers of a medium, each of which may have the block
@@ -262,7 +265,7 @@ def _if_any(raw: msgspec.Raw, kind: type[T]) -> T | None:
     """Return an optional value; None if it is missing or of another type."""
     try:
         return msgspec.msgpack.decode(raw, type=kind) if memoryview(raw).nbytes else None
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNDECODED:
         return None
 
 

@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const { data, drawn, colour, COLOURS, make, note, head, isNone, say, tickText, ends, axis, left, logTicks, TIME_STEPS, timeText, linear, logarithmic,
+  const { data, drawn, colour, COLOURS, make, note, head, isNone, say, tickText, ends, axis, left, logTicks, TIME_STEPS, timeText, linear, below, logarithmic,
     widened, fromZero, draw, line, along, label, upright, table, choice, pick, finish } = kvarts;
   head(data);
 
@@ -49,7 +49,7 @@
     const span = ends(values[0]) || [0, 0];
     const marks = chart.marks || [];
     const plot = draw(parent, "", 280, [along(chart.x, xForm, span.map(xForm).join(" to ")), ...series], values, {
-      axes: [axis(chart.x, chart.log ? logarithmic("x", chart.x_unit) : linear(chart.x_unit)),
+      axes: [axis(chart.x, chart.log ? logarithmic("x", chart.x_unit) : below(chart.x_unit)),
         left(chart.y, chart.log_y ? logarithmic("y", chart.y_unit) : linear(chart.y_unit))],
       padding: [12, 20, null, null],
       scales: {
@@ -113,7 +113,7 @@
       const width = Math.max(280, holder.clientWidth), height = 300, bottom = height - 44, start = 72;
       const svg = svgOf("svg", holder, { width, height, role: "group", "aria-label": chart.name });
       const x = scaleOf(chart.points.map((point) => point.x), chart.x_unit, true, false, start, width - 14, 58);
-      const ys = [...chart.points.map((point) => point.y), ...(isNone(chart.limit) ? [] : [chart.limit.y])];
+      const ys = [...chart.points.flatMap((point) => [point.y, ...(point.error || [])]), ...(isNone(chart.limit) ? [] : [chart.limit.y])];
       const y = scaleOf(ys, chart.y_unit, chart.y_unit !== "%", chart.y_unit !== "ms", bottom, 10, 24);
       const texts = ({ isLog, ticks }, unit) => (unit === "ms" && !isLog ? timeText : tickText(unit))(null, ticks);
       const xTexts = texts(x, chart.x_unit), yTexts = texts(y, chart.y_unit);
@@ -136,6 +136,26 @@
         const spots = [[width - 16, "end", 1], [start + 4, "start", 0], [(start + width) / 2, "middle", 0.5]];
         const [at, anchor] = spots.find(isFree) || spots[0];
         svgOf("text", svg, { x: at, y: level - 5, "text-anchor": anchor }, chart.limit.text);
+      }
+      // Labels stand right or left of their points where they cover no other; those of the front come first.
+      const taken = [];
+      const label = (points) => {
+        const { x: atX, y: atY, label: text } = points[0], wide = 6.2 * (text || "").length;
+        if (!text) return;
+        for (const [from, anchor, side] of [[8, "start", 0], [-8, "end", 1]]) {
+          const left = x.at(atX) + from - side * wide, top = y.at(atY) + 2;
+          const covers = (other) => left < other[0] + other[2] && other[0] < left + wide && Math.abs(top - other[1]) < 13;
+          if (left < start || left + wide > width || top + 14 > bottom || taken.some(covers)) continue;
+          taken.push([left, top, wide]);
+          svgOf("text", svg, { x: x.at(atX) + from, y: y.at(atY) + 15, "text-anchor": anchor, class: "many" }, text);
+          return;
+        }
+      };
+      [...places.values()].sort((a, b) => isOnFront(b) - isOnFront(a)).forEach(label);
+      for (const { x: atX, error } of chart.points.filter((point) => point.error)) {
+        const [low, high] = error.map(y.at), middle = x.at(atX);
+        for (const [x1, x2, y1, y2] of [[middle, middle, low, high], [middle - 5, middle + 5, low, low], [middle - 5, middle + 5, high, high]])
+          svgOf("line", svg, { x1, x2, y1, y2, class: "error" });
       }
       // The front is drawn last, over all else.
       for (const points of [...places.values()].sort((a, b) => isOnFront(a) - isOnFront(b))) {

@@ -1,6 +1,19 @@
-"""Calibration: fit a cost model to a measured engine, and state how far a replay is from the measurement.
+r"""Calibration: fit a cost model to a measured engine, and state how far a replay is from the measurement.
 
-The package is callable: `kvarts.calibrate(run, config)` returns a Calibration.
+The package is callable: `kvarts.calibrate(run, config)` returns a Calibration, and of vLLM's log of iterations a
+StepFit:
+
+>>> from pathlib import Path
+>>> import kvarts
+>>> line = (
+...     "Iteration({0}): 0 context requests, 0 context tokens, {1} generation requests, {1} generation tokens, "
+...     "iteration elapsed time: {2}.0 ms, GPU KV cache usage: 1.0%\n"
+... )
+>>> head = "GPU KV cache size: 41,392 tokens\n"
+>>> _ = Path("steps.log").write_text(head + "".join(line.format(n, n % 8 + 1, 20 + n % 8) for n in range(64)))
+>>> config = kvarts.ReplayConfig.for_device("llama-3.1-8b", "rtx-4090", pages=2_587)
+>>> kvarts.calibrate("steps.log", config).num_steps
+64
 """
 
 from __future__ import annotations

@@ -136,7 +136,8 @@ def fit(
         prior = load_constants(Path(prior))
     if prior is not None:
         loaded = [
-            replace(run, config=replace(run.config, cost=with_constants(run.cost, prior.values))) for run in loaded
+            replace(run, config=replace(run.config, cost=with_constants(run.cost, prior, run.config.engine)))
+            for run in loaded
         ]
     return calibrate_runs(loaded, seed=seed, prior=prior, workers=workers, on_progress=on_progress)
 

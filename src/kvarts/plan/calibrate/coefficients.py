@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.base.errors import ConfigError
+from kvarts.base.files import toml_text
 from kvarts.cost.roofline import RooflineCost
 from kvarts.cost.roofline_settings import COEFFICIENTS, Constants, shipped_constants
 
@@ -65,6 +66,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "attention_compute": (0.1, 1.2),
     "sparse_layer_us": (1.0, 500.0),
     "quantize_us": (0.1, 100.0),
+    "expert_compute": (0.1, 1.2),
 }
 OF_STEPS = COEFFICIENTS[:8]
 """Constants fitted to recorded steps of one model."""
@@ -181,7 +183,7 @@ def coefficients_text(
     limited = at_limit(cost, uncertainty)
     lines = [f"{cost.llm} on {cost.device}"]
     for name, share in uncertainty.items():
-        unsure = "these data do not say" if share == float("inf") else f"+- {share:.0%}"
+        unsure = "these data do not say" if share == float("inf") else f"± {share:.0%}"
         if name in not_identified and share < float("inf"):
             unsure += f", {why}"
         if name in beyond_transfer:
@@ -194,27 +196,20 @@ def coefficients_text(
 
 def cost_toml(cost: RooflineCost, uncertainty: Mapping[str, float], measured: Sequence[str]) -> str:
     """Return a cost model as the text of a file. `measured`: names of the measurements it was fitted to."""
-    lines = [f"# Fitted by kvarts calibrate to {', '.join(measured)}.", "[cost]"]
+    head = [
+        f"Fitted by kvarts calibrate to {', '.join(measured)}.",
+        "The uncertainty is a share of each coefficient; left out, these data do not say.",
+    ]
     defaults = {field.name: field.default for field in msgspec.structs.fields(cost)}
-    for name, value in cost_values(cost).items():
-        if value is not None and (name in KEPT or value != defaults.get(name, msgspec.NODEFAULT)):
-            lines.append(f"{name} = {_toml(value)}")
-    lines += ["", "[uncertainty]  # as a share of each; left out, these data do not say"]
-    lines += [f"{name} = {share!r}" for name, share in finite(uncertainty).items() if share is not None]
+    tables: dict[str, Any] = {
+        "cost": {
+            name: value
+            for name, value in cost_values(cost).items()
+            if name in KEPT or value != defaults.get(name, msgspec.NODEFAULT)
+        },
+        "uncertainty": finite(uncertainty),
+    }
     if cost.uncertainty is not None:
-        posterior = msgspec.to_builtins(cost.uncertainty)
-        lines += ["", "[posterior]  # of the logarithms: what replays say of their uncertainty follows from it"]
-        lines.append(f"coefficients = {_toml(posterior['coefficients'])}")
-        lines.append("covariance = [")
-        lines += [f"  {_toml(row)}," for row in posterior["covariance"]]
-        lines.append("]")
-        for each in posterior["measured"]:
-            lines += ["", "[[posterior.measured]]", *(f"{name} = {_toml(value)}" for name, value in each.items())]
-        for table in ("elsewhere", "deviations"):
-            if values := posterior[table]:
-                lines += ["", f"[posterior.{table}]", *(f"{name} = {value!r}" for name, value in values.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _toml(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
+        head.append("The posterior is of the logarithms: the uncertainty of replays follows from it.")
+        tables["posterior"] = msgspec.to_builtins(cost.uncertainty)
+    return toml_text(head, tables)

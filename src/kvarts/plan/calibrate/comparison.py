@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.base.columns import percentile_rank
-from kvarts.base.errors import InputError
+from kvarts.base.decoders import UNDECODED
+from kvarts.base.errors import InputError, problem_of
 from kvarts.base.files import read_bytes, reading
 from kvarts.base.limits import brief
 from kvarts.plan.calibrate.recorded_run import Measured, Series
@@ -127,10 +128,8 @@ def load_replayed(path: Path | str) -> Replayed:
     data = read_bytes(rows_path, hint="Write it with `kvarts replay --requests`.")
     try:
         rows = msgspec.json.Decoder(_Row).decode_lines(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"is not a list of replayed requests: {error}", path=rows_path) from error
-    except RecursionError:
-        raise InputError("is not a list of replayed requests: it is nested too deeply", path=rows_path) from None
+    except UNDECODED as error:
+        raise InputError(f"is not a list of replayed requests: {problem_of(error)}", path=rows_path) from error
     for line, row in enumerate(rows, 1):
         if row.first_token_ms is None or row.last_token_ms is None:
             raise InputError(f"was {row.status}, and never ended", path=rows_path, line=line, field="last_token_ms")

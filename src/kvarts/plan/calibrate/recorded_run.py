@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from kvarts.base.errors import ConfigError, InputError
+from kvarts.base.decoders import UNDECODED
+from kvarts.base.errors import ConfigError, InputError, problem_of
 from kvarts.base.files import read_text
 from kvarts.base.limits import LATEST_NS, MOST_COUNT, brief
 from kvarts.sim.traffic.results import RESULT_FIELDS, Results, read_results
@@ -179,10 +180,8 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             values = msgspec.json.decode(row)
-        except (msgspec.DecodeError, UnicodeEncodeError) as error:
-            raise InputError(f"is not JSON: {error}", path=path, line=line) from error
-        except RecursionError:
-            raise InputError("is nested too deeply", path=path, line=line) from None
+        except UNDECODED as error:
+            raise InputError(f"is not JSON: {problem_of(error)}", path=path, line=line) from error
         if not isinstance(values, dict):
             raise InputError("is not an object", path=path, line=line)
         yield line, values

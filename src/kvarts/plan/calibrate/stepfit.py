@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.base.errors import InputError, parts_of
-from kvarts.base.files import read_text
+from kvarts.base.files import read_text, reading
 from kvarts.base.limits import LATEST_NS, MOST_COUNT, MOST_PAGES
 from kvarts.core.sched.plan import Batch, Chunk
 from kvarts.cost.roofline import RooflineCost
@@ -151,9 +151,8 @@ class StepFit(msgspec.Struct, frozen=True):
 def is_step_record(path: Path | str) -> bool:
     """Return whether a file begins like a record of steps."""
     try:
-        with Path(path).open("rb") as file:
-            values = msgspec.json.decode(file.readline())
-    except (OSError, ValueError, RecursionError):
+        values = msgspec.json.decode(_beginning(path).partition(b"\n")[0])
+    except (ValueError, RecursionError):
         return False
     return isinstance(values, dict) and "duration_ns" in values and "num_decodes" in values
 
@@ -240,11 +239,17 @@ class IterationLog(msgspec.Struct, frozen=True):
 
 def is_iteration_log(path: Path | str) -> bool:
     """Return whether a file appears to be a server log with steps."""
-    try:
-        with Path(path).open("rb") as file:
-            return ANY_STEP.encode() in file.read(FIRST_BYTES)
-    except OSError:
-        return False
+    return ANY_STEP.encode() in _beginning(path)
+
+
+def _beginning(path: Path | str) -> bytes:
+    """Return the first bytes of a file; none of a directory, or if it does not exist."""
+    with reading(path):
+        try:
+            with Path(path).open("rb") as file:
+                return file.read(FIRST_BYTES)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            return b""
 
 
 def load_iterations(path: Path | str) -> IterationLog:

@@ -57,12 +57,12 @@ from kvarts.core.events import (
 from kvarts.core.kv.cache import Memory
 from kvarts.proof.audit.beside import Beside
 from kvarts.proof.audit.comparing import compare_account, expect_same, find_different_pages, find_different_private
-from kvarts.proof.audit.facts import Facts
+from kvarts.proof.audit.facts import EngineRules, Facts
 from kvarts.proof.audit.ledger import AuditError, Finding, Findings, Ledger, LedgerError, LedgerGroup
 from kvarts.proof.audit.lives import Lives
 from kvarts.proof.audit.page_loads import PageLoads
 from kvarts.proof.audit.request_parts import KnownRequest, PageDigests
-from kvarts.proof.audit.tiers import EvictionsTold, OrderWatch, PartsBelow, TierBooks
+from kvarts.proof.audit.tiers import EvictionsTold, OrderWatch, PartsBelow, TierBooks, TierRules
 from kvarts.proof.audit.told_pages import ToldPages
 from kvarts.proof.audit.turns import Turns
 
@@ -98,6 +98,8 @@ WORKER = "worker"
 """The medium of prompts that another engine sends."""
 
 WHOLE_PAGES = (LedgerGroup("full", 1),)
+HOST_AND_DISK = TierRules()
+PLAIN = EngineRules()
 
 Follow = Callable[[Any], object]
 
@@ -106,16 +108,10 @@ class Auditor:
     """A reader of the events of one engine with `num_blocks` blocks, from its beginning. `findings` grows.
 
     `groups`: its KV groups; by default pages are whole, and a block is a page. `keeps_all`: parts released by windows
-    stay cached; otherwise only the tails of prompts and requests do. `safe_first`: the engine evicts first the pages
-    that a tier below also holds; `stores_go_first`: with KV groups, it evicts next the parts stored below. `is_lru`:
-    the eviction order is known; under any other order, the evicted part is taken from the events and checked. `watch`:
-    records the runs that such an order named. `tiers`: names of the tiers below, the fastest first. `full_prompt_hits`:
-    a load may bring a whole prompt. `at_branches`: snapshots of states are also made where prompts leave others.
-    `plans_ahead`: a step is planned while the step before it runs. A request that has ended then keeps its parts until
-    the next plan is made; a page that a decode fills is published a step later, and a part that a window has passed is
-    released a step later. `finds_prefixes`: requests find cached pages. `loads_have_turns`: loaded pages become
-    findable when their request has its turn, and not before the step after their load. `account`: returns the engine's
-    account of its memory; if given, `observe` compares it with the ledger and raises AuditError. Nothing is repaired.
+    stay cached; otherwise only the tails of prompts and requests do. `is_lru`: the eviction order is known; under any
+    other order, the evicted part is taken from the events and checked. `watch`: records the runs that such an order
+    named. `account`: returns the engine's account of its memory; if given, `observe` compares it with the ledger and
+    raises AuditError. Nothing is repaired.
     """
 
     wants_details = True
@@ -127,27 +123,21 @@ class Auditor:
         *,
         groups: tuple[LedgerGroup, ...] = (),
         keeps_all: bool = True,
-        safe_first: bool = False,
-        stores_go_first: bool = False,
         is_lru: bool = True,
         watch: OrderWatch | None = None,
-        tiers: Sequence[str] = ("host", "disk"),
-        full_prompt_hits: bool = False,
-        at_branches: bool = False,
-        plans_ahead: bool = False,
-        finds_prefixes: bool = True,
-        loads_have_turns: bool = False,
+        tiers: TierRules = HOST_AND_DISK,
+        rules: EngineRules = PLAIN,
         account: Callable[[], Memory] | None = None,
     ) -> None:
         self._account = account
         self._watch = watch
-        stored = TierBooks(tiers, full_prompt_hits=full_prompt_hits)
+        stored = TierBooks(tiers.names, full_prompt_hits=tiers.full_prompt_hits)
         digests, found = PageDigests(), Findings()
         evictions: EvictionsTold | None = None
-        if safe_first or not is_lru:
+        if tiers.num_safe or not is_lru:
             # An engine in which stores go first evicts the parts that tiers hold, whichever run the order names.
-            named = None if stores_go_first else watch
-            evictions = EvictionsTold(stored if safe_first else None, self._find_page, digests, named)
+            named = None if tiers.stores_go_first else watch
+            evictions = EvictionsTold(stored, tiers.num_safe, self._find_page, digests, named)
         # Of parts in groups one may outlive that before it: a window goes on from what a full group has lost.
         self.ledger = Ledger(
             groups or WHOLE_PAGES,
@@ -166,20 +156,17 @@ class Auditor:
             found,
             page_size,
             has_groups=bool(groups),
-            at_branches=at_branches,
-            plans_ahead=plans_ahead,
-            finds_prefixes=finds_prefixes,
+            rules=rules,
         )
-        pages = PageLoads(facts, stored, tiers, loads_have_turns=loads_have_turns)
+        pages = PageLoads(facts, stored, tiers.names, loads_have_turns=tiers.loads_have_turns)
         parts = PartsBelow(
             facts.held,
             facts.ledger,
             facts.digests,
             facts.found,
             page_size,
-            tiers=tiers,
-            goes_first=stores_go_first,
-            has_turns=loads_have_turns,
+            tiers=tiers.names,
+            has_turns=tiers.loads_have_turns,
         )
         self._below: PageLoads | PartsBelow = parts if groups else pages
         self._turns = Turns(facts, self._below)
@@ -310,6 +297,7 @@ class Auditor:
     def _follow(self, event: Event) -> None:
         match event:
             case PagesStored(medium="device"):
+                self._name_ended(event.content.owner)
                 self._told.hear_stored(event)
                 return
             case PagesStored() | PagesRemoved() if event.medium != "device":
@@ -321,6 +309,7 @@ class Auditor:
                 self._told.hear_gone(event)
                 return
             case PartsGivenBack():
+                self._name_ended(event.content.owner)
                 self._turns.serve_before(event.content.owner)
                 self._told.expect_nothing()
                 self._lives.give_back(event)
@@ -386,10 +375,24 @@ class Auditor:
 
     def _finish(self, event: Finished) -> None:
         if self._facts.plans_ahead:
-            self._turns.settle()
-            self._turns.name_stalled()
-            self._turns.look()
+            self._end_plan()
         self._lives.finish(event.request)
+
+    def _end_plan(self) -> None:
+        """Do what precedes the releases at the end of a plan that was made ahead."""
+        self._turns.settle()
+        self._turns.name_stalled()
+        self._turns.look()
+
+    def _name_ended(self, request: int) -> None:
+        """Publish the last full pages of `request` if it has ended: with loads of a connector, windows release next.
+
+        That precedes its end, and its last token is known.
+        """
+        known = self._facts.requests.get(request)
+        if known is not None and not known.stops and request in self._turns.ended:
+            self._end_plan()
+            self._facts.held.name(known)
 
     def _cancel(self, event: Cancelled) -> None:
         if self._facts.plans_ahead:

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kvarts.core.content import Content
 from kvarts.proof.audit.ledger import Findings, Ledger
 from kvarts.proof.audit.request_parts import KnownRequest, PageDigests, RequestParts
 
-__all__ = ["Facts"]
+__all__ = ["EngineRules", "Facts"]
+
+
+class EngineRules(NamedTuple):
+    """How an engine finds and releases pages.
+
+    `at_branches`: snapshots of states are also made where prompts leave others. `plans_ahead`: a step is planned while
+    the step before it runs. A request that has ended then keeps its parts until the next plan is made; a page that a
+    decode fills is published a step later, and a part that a window has passed is released a step later.
+    `finds_prefixes`: requests find cached pages. `ends_steps`: a request that preempts itself ends the step for those
+    admitted after it.
+    """
+
+    at_branches: bool = False
+    plans_ahead: bool = False
+    finds_prefixes: bool = True
+    ends_steps: bool = True
 
 
 class Facts:
@@ -20,9 +38,7 @@ class Facts:
         page_size: int,
         *,
         has_groups: bool,
-        at_branches: bool,
-        plans_ahead: bool,
-        finds_prefixes: bool,
+        rules: EngineRules,
     ) -> None:
         self.ledger = ledger
         self.digests = digests
@@ -31,7 +47,7 @@ class Facts:
         self.has_groups = has_groups
         self.unit = "blocks" if has_groups else "pages"
         self.has_states = has_groups and any(group.is_state for group in ledger.groups)
-        self.finds_branches = at_branches and self.has_states
+        self.finds_branches = rules.at_branches and self.has_states
         self.page_blocks = sum(group.part_blocks for group in ledger.groups if not group.is_state)
         self.held = RequestParts(ledger, digests, found, page_size, names_private=has_groups)
         self.requests: dict[int, KnownRequest] = {}
@@ -39,9 +55,10 @@ class Facts:
         """The same requests by the owner of their content. The turns of a session share one, and run one at a time."""
         self.decoding: dict[int, None] = {}
         """In the order in which they computed their prompts: not that of admission, if long prompts are bounded."""
-        self.plans_ahead = plans_ahead
-        self.finds_prefixes = finds_prefixes
-        self.lags = int(plans_ahead)
+        self.plans_ahead = rules.plans_ahead
+        self.finds_prefixes = rules.finds_prefixes
+        self.ends_steps = rules.ends_steps
+        self.lags = int(rules.plans_ahead)
 
     def hit(self, known: KnownRequest, request: int, num_hit: int, reach: tuple[int, ...] | None) -> None:
         """Hold the longest resident prefix of a request, and compare its length and what each group could go on from.

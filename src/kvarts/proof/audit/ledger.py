@@ -96,7 +96,8 @@ class LedgerGroup(msgspec.Struct, frozen=True):
     `span`: tokens of a window or a chunk, and of states by page; None for others. `sink`: first tokens that a window
     also retains. `is_sparse`: a chunk has a part of its last page only. `interval`: only parts that a token sees which
     begins after an end of a prompt, a place where it leaves others, or a multiple of so many tokens, can be found; None
-    for all.
+    for all. `saves_inside`: of a sparse group, a chunk has the part of the page before as well; with an interval of 0,
+    only one that ends its prefill.
     """
 
     kind: LedgerKind
@@ -105,6 +106,7 @@ class LedgerGroup(msgspec.Struct, frozen=True):
     sink: int = 0
     is_sparse: bool = False
     interval: int | None = None
+    saves_inside: bool = False
 
     def __str__(self) -> str:
         if self.kind == "state":
@@ -120,6 +122,13 @@ class LedgerGroup(msgspec.Struct, frozen=True):
     def is_bounded(self) -> bool:
         """Whether running sequences release parts."""
         return self.kind in ("window", "chunk") or (self.kind == "state" and self.span is not None)
+
+    def taken(self, pages: range, num_tokens: int, prefill_end: int) -> range:
+        """Return which of `pages` a chunk has that ends with `num_tokens` tokens."""
+        if not self.is_sparse:
+            return pages
+        is_saved = self.saves_inside and (self.interval != 0 or num_tokens >= prefill_end)
+        return pages[-2:] if is_saved else pages[-1:]
 
     @property
     def has_every_page(self) -> bool:
@@ -437,8 +446,8 @@ class Ledger:
                 del self._idle[part]
         part.keeps += 1
 
-    def end_read(self, part: LedgerPart, *, goes_first: bool = False) -> None:
-        """End the hold of `read`. `goes_first`: if nothing holds the part, evict it next."""
+    def end_read(self, part: LedgerPart) -> None:
+        """End the hold of `read`."""
         part.keeps -= 1
         if part.keeps or part.refs:
             return
@@ -448,8 +457,6 @@ class Ledger:
             self._free(part)
             return
         self._idle.setdefault(part)
-        if goes_first:
-            self._idle.move_to_end(part, last=False)
         self._count_cached(part, 1)
 
     def keep(self, group: int, name: bytes) -> Keep | None:

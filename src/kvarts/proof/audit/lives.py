@@ -91,14 +91,14 @@ class Lives:
             self._turns.stalled.remove(known)
         is_last = event.end == event.num_known_tokens
         is_end = is_last and not known.has_decoded
-        page_end = event.end // size * size
+        page_end = (event.end - 1) // size * size
         if is_front and self._facts.has_groups:
             self._below.begin_front(event.request)
         if self._facts.has_states:
             self._facts.held.take_pages(known, event.end)  # all its pages first: they evict no snapshot of its own
         if known.computed < known.branch <= event.end:
             self._facts.held.grow(known, known.branch, is_end=True, is_midway=True)
-        if is_end and self._facts.has_states and known.computed < page_end < event.end:
+        if is_end and self._facts.has_states and known.computed < page_end:
             self._facts.held.grow(known, page_end, is_end=True, is_midway=True)
         self._facts.held.grow(known, event.end, is_end=is_end, num_unread=int(known.is_unread))
         if is_front and self._facts.has_groups:
@@ -145,8 +145,8 @@ class Lives:
         self._facts.close(event.victim, known, num_unread=num_unread, keeps_state=event.keeps_state)
         known.computed = 0
         known.has_decoded = False
-        if event.victim == event.asker and not event.model:
-            # As in vLLM, self-preemption ends the decodes: those admitted later compute nothing, and chunks follow.
+        if event.victim == event.asker and not event.model and self._facts.ends_steps:
+            # As in vLLM 0.32, this ends the decodes: those admitted later compute nothing, and chunks follow.
             self._turns.stall_after(known)
             for other in self._turns.stopped():
                 if self._facts.requests[other].admission > known.admission:

@@ -26,6 +26,10 @@ def not_followed(config: EngineConfig, storage: Storage, planning: Planning) -> 
         return "a device that models share"
     if planning.num_draft_slots:
         return "drafts before prompts"
+    if planning.batches is not None:
+        return "steps of prompts or of decodes"
+    if storage.memory is not None and storage.memory.hit_pages > 1:
+        return "blocks of several sizes"
     if not planning.hands_over:
         return ""
     return not_followed_in_handoffs(
@@ -61,7 +65,7 @@ def open_audit(config: EngineConfig, storage: Storage, planning: Planning) -> Au
         raise ConfigError(
             f"has a ledger that does not follow {unknown}",
             field="audit",
-            hint='Leave it out, or set audit="laws" to assert laws of the engine\'s own counts after each step.',
+            hint='Leave it out; in Python, audit="laws" asserts laws of the engine\'s own counts after each step.',
         )
     return AuditOpening(config, storage, planning)
 
@@ -82,23 +86,33 @@ class AuditOpening:
     def open(self, num_blocks: int | None, below: PreparedTiers | None, *, account: Callable[[], Memory]) -> Auditor:
         """Return the auditor. `account`: returns the engine's cache, once it has one."""
         from kvarts.proof.audit.auditor import Auditor  # which engines without an audit do not import
+        from kvarts.proof.audit.facts import EngineRules
+        from kvarts.proof.audit.tiers import TierRules
 
         config, memory = self._config, self._memory
+        tiers = TierRules(names=())
+        if below is not None:
+            tiers = TierRules(
+                below.tier_names,
+                num_safe=below.num_safe_tiers,
+                stores_go_first=memory is not None and below.is_lazy,
+                full_prompt_hits=below.full_prompt_hits,
+                loads_have_turns=below.load_kv == "async",
+            )
         return Auditor(
             config.num_pages if memory is None or num_blocks is None else num_blocks,
             config.page_size,
             groups=() if memory is None else _groups(memory),
             keeps_all=memory is None or memory.keeps == "all",
-            safe_first=below is not None and below.evicts_safe_first,
-            stores_go_first=memory is not None and below is not None and below.is_lazy,
             is_lru=self._is_lru,
             watch=self._watch,
-            tiers=() if below is None else below.tier_names,
-            full_prompt_hits=below is not None and below.full_prompt_hits,
-            loads_have_turns=below is not None and below.load_kv == "async",
-            at_branches=config.snapshots == "branches",
-            plans_ahead=self._planning.plans_ahead,
-            finds_prefixes=self._planning.finds_prefixes,
+            tiers=tiers,
+            rules=EngineRules(
+                at_branches=config.snapshots == "branches",
+                plans_ahead=self._planning.plans_ahead,
+                finds_prefixes=self._planning.finds_prefixes,
+                ends_steps=self._planning.ends_steps,
+            ),
             account=account,
         )
 
@@ -115,6 +129,7 @@ def _groups(memory: GroupMemory) -> tuple[LedgerGroup, ...]:
             group.layer.sink,
             memory.aligns and group.has_states_by_page,
             memory.retention_interval if group.layer.kind in ("window", "state") else None,
+            memory.saves_inside,
         )
         for group in memory.groups
     )

@@ -161,6 +161,10 @@ class RequestParts:
                 ledger.hold(part)
                 known.parts[index][page] = part
         known.num_named = known.num_taken = num_pages
+        self.note_junction(known, num_pages)
+
+    def note_junction(self, known: KnownRequest, num_pages: int) -> None:
+        """Note the pages of `known` that groups with every page have, if they are more than its hit of `num_pages`."""
         known.junction = self._junction(known, num_pages)
 
     def _junction(self, known: KnownRequest, num_pages: int) -> int:
@@ -195,10 +199,11 @@ class RequestParts:
     def take_pages(self, known: KnownRequest, num_tokens: int) -> None:
         """Take the parts that tokens up to `num_tokens` need and the request lacks."""
         pages = range(known.num_taken, max(known.num_taken, -(-num_tokens // self._page_size)))
+        prefill_end = max(known.content.num_prompt_tokens, known.known - 1)
         for index, group in enumerate(self._ledger.groups):
             if not group.is_state:
                 parts = known.parts[index]
-                for page in pages[-1:] if group.is_sparse else pages:
+                for page in group.taken(pages, num_tokens, prefill_end):
                     part = self._take(known, index, page)
                     if part is not None:
                         parts[page] = part
@@ -229,11 +234,20 @@ class RequestParts:
         for index, parts in enumerate(known.parts):
             group = self._ledger.groups[index]
             if not group.is_state:
-                ends = (known.content.num_prompt_tokens - 1) // self._page_size, known.junction
                 for page in range(known.num_named, num_pages):
-                    if page in parts and group.retains(page, ends, self._page_size):
+                    if page in parts and self._retains(known, index, page):
                         self.publish(known, index, page, parts[page])
         known.num_named = num_pages
+
+    def _retains(self, known: KnownRequest, group: int, page: int) -> bool:
+        ends = (known.content.num_prompt_tokens - 1) // self._page_size, known.junction
+        return self._ledger.groups[group].retains(page, ends, self._page_size)
+
+    def arrive(self, known: KnownRequest, group: int, page: int, part: LedgerPart) -> None:
+        """Publish a part that a load has filled, if its group retains it."""
+        if self._retains(known, group, page):
+            part.stays = True
+            self.publish(known, group, page, part)
 
     def publish(self, known: KnownRequest, group: int, page: int, part: LedgerPart) -> None:
         """Publish a part under the digest of its page."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -21,6 +21,22 @@ from kvarts.proof.audit.ledger import Findings, Ledger, LedgerPart
 from kvarts.proof.audit.request_parts import KnownRequest, PageDigests, RequestParts
 
 __all__ = ["EvictionsTold", "OrderWatch", "PartsBelow", "TierBooks", "Told", "WatchedOrder"]
+
+
+class TierRules(NamedTuple):
+    """How an engine uses the tiers below it. `names`: those of the tiers, the fastest first.
+
+    `num_safe`: the engine evicts first the pages that one of so many tiers, the fastest, also holds.
+    `stores_go_first`: with KV groups, parts stored below go before all that an eviction order lists.
+    `full_prompt_hits`: a load may bring a whole prompt. `loads_have_turns`: loaded pages become findable when their
+    request has its turn, and not before the step after their load.
+    """
+
+    names: Sequence[str] = ("host", "disk")
+    num_safe: int = 0
+    stores_go_first: bool = False
+    full_prompt_hits: bool = False
+    loads_have_turns: bool = False
 
 
 class TierBooks:
@@ -47,9 +63,9 @@ class TierBooks:
         stored.discard(digest)
         return is_there
 
-    def has(self, digest: bytes) -> bool:
-        """Return whether any tier has the page."""
-        return any(digest in stored for stored in self._stored.values())
+    def has(self, digest: bytes, num_tiers: int) -> bool:
+        """Return whether one of the `num_tiers` fastest tiers has the page."""
+        return any(digest in stored for stored in islice(self._stored.values(), num_tiers))
 
     def found(self, digests: Sequence[bytes]) -> tuple[tuple[str, int], ...]:
         """Return the number of consecutive `digests` found in each tier, the fastest tier first."""
@@ -164,14 +180,15 @@ class EvictionsTold:
 
     An engine that evicts first the pages that a tier below holds keeps two lists, whose order depends on when it looked
     at them; and an EvictionOrder may be arbitrary. Rules for any order: no page is evicted while in use or before the
-    pages that follow it; given the `books` of the tiers below, none is lost while another page could be evicted without
-    loss; and given a `watch` of the order, each is of the run that the order named, or follows that run. `find`
+    pages that follow it; none is lost while another page could be evicted that one of the first `num_safe` tiers of
+    `books` has; and given a `watch` of the order, each is of the run that the order named, or follows that run. `find`
     receives the text, group and page of a violation.
     """
 
     def __init__(
         self,
-        books: TierBooks | None,
+        books: TierBooks,
+        num_safe: int,
         find: Callable[[str, int, bytes], object],
         digests: PageDigests,
         watch: OrderWatch | None = None,
@@ -179,6 +196,7 @@ class EvictionsTold:
         self.told: deque[Told] = deque()
         self.ledger: Ledger
         self._books = books
+        self._num_safe = num_safe
         self._watch = watch
         self._digests = digests
         self._find = find
@@ -199,10 +217,10 @@ class EvictionsTold:
             self._find("was evicted before what follows it", group, digest)
         if self._watch is not None and self._watch.is_watching and not ledger.has_keeps:
             self._compare_named(self._watch, told)
-        books = self._books
-        if books is not None and not self._is_safe(books, group, digest):
+        books, num_safe = self._books, self._num_safe
+        if num_safe and not self._is_safe(group, digest):
             for other in candidates:
-                if other.name is not None and not ledger.after(group, other.name) and books.has(other.name):
+                if other.name is not None and not ledger.after(group, other.name) and books.has(other.name, num_safe):
                     self._find("was lost, and there was a page to evict that a tier below has", group, digest)
                     break
         return part
@@ -231,11 +249,11 @@ class EvictionsTold:
         page = min(told.page, run.end - 1)
         return self._digests.of(run.content, page) == self._digests.of(told.content, page)
 
-    def _is_safe(self, books: TierBooks, group: int, digest: bytes) -> bool:
+    def _is_safe(self, group: int, digest: bytes) -> bool:
         pages = [digest]
         while pages:
             page = pages.pop()
-            if not books.has(page):
+            if not self._books.has(page, self._num_safe):
                 return False
             pages += self.ledger.after(group, page)
         return True
@@ -268,9 +286,8 @@ class _Load(msgspec.Struct, eq=False):
 class PartsBelow:
     """Owner of the holds of transfers in `ledger`. `found` receives the findings.
 
-    `tiers`: the names of the tiers, the fastest first. `goes_first`: the device evicts stored parts next. `has_turns`:
-    loaded parts are findable from the turn of their request on, and a request whose load is incomplete keeps its parts
-    until then.
+    `tiers`: the names of the tiers, the fastest first. `has_turns`: loaded parts are findable from the turn of their
+    request on, and a request whose load is incomplete keeps its parts until then.
     """
 
     def __init__(
@@ -282,7 +299,6 @@ class PartsBelow:
         page_size: int,
         *,
         tiers: Sequence[str],
-        goes_first: bool,
         has_turns: bool = False,
     ) -> None:
         self._tiers = tiers
@@ -292,7 +308,6 @@ class PartsBelow:
         self._digests = digests
         self._found = found
         self._page_size = page_size
-        self._goes_first = goes_first
         self._stored: set[tuple[str, int | None, bytes]] = set()
         self._stores: dict[int, list[list[LedgerPart]]] = {}
         """Runs held by each store, by transfer."""
@@ -364,6 +379,8 @@ class PartsBelow:
             self._found.add(f"{num_pages} pages are loaded of {known.known} tokens", event.request)
         if event.num_front_pages:
             self._held.hit(known, event.num_hit_pages)
+        else:
+            self._held.note_junction(known, event.num_hit_pages)
         load = self._loads[event.request] = _Load(known, num_pages, [])
         missing: list[tuple[int, int, int]] = []
         for index, group in enumerate(ledger.groups):
@@ -437,8 +454,7 @@ class PartsBelow:
 
     def _publish(self, load: _Load) -> None:
         for _, page, part in sorted(load.incoming, key=_place_of):
-            part.stays = True
-            self._held.publish(load.known, part.group, page, part)
+            self._held.arrive(load.known, part.group, page, part)
 
     def end(self, event: TransferEnded) -> None:
         """End a transfer: release the parts of a store, or publish the parts that a load has filled."""
@@ -448,10 +464,9 @@ class PartsBelow:
                 self._found.add(what, event.request)
             return
         if event.request < 0:
-            goes_first = self._goes_first and event.num_good_pages > 0
             for run in reversed(self._stores.pop(event.transfer)):
-                for part in run if goes_first else reversed(run):
-                    self._ledger.end_read(part, goes_first=goes_first)
+                for part in reversed(run):
+                    self._ledger.end_read(part)
             return
         load = self._loads[event.request]
         load.has_ended = True
@@ -469,8 +484,7 @@ class PartsBelow:
         load.is_dropped = load.is_dropped or bool(broken)
         for _, page, part in sorted(load.incoming, key=_place_of):
             if part.group not in broken or page < broken[part.group]:
-                part.stays = True
-                self._held.publish(load.known, part.group, page, part)
+                self._held.arrive(load.known, part.group, page, part)
         if load.is_dropped:
             self._ended.append(event.request)
 

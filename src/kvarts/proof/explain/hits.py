@@ -41,12 +41,14 @@ from kvarts.proof.journal import (
     StoredLine,
 )
 
-__all__ = ["BELOW", "KINDS", "NOT_KEPT", "HitLedger", "hit_ledger"]
+__all__ = ["BELOW", "KINDS", "NOT_KEPT", "HitLedger", "hit_ledger", "stored_ledger"]
 
 BELOW = ("host_hit", "disk_hit")
 KINDS = ("device_hit", "never_seen", "evicted", "alignment", "recomputed", "not_computed")
 NOT_KEPT = "not_kept"
 """An additional kind, in journals with KV groups."""
+STORED_KINDS = ("never_seen", "evicted", "renamed")
+"""Kinds of the tokens that events alone name."""
 MISSED = ("alignment", "evicted", NOT_KEPT)
 
 
@@ -223,6 +225,18 @@ def hit_ledger(journal: Journal) -> HitLedger:
     return reading.ledger()
 
 
+def stored_ledger(journal: Journal) -> HitLedger:
+    """Return what KV events alone say of the tokens that an engine stored: `kvarts watch --events` writes them.
+
+    Kinds: `evicted`: they had been stored before, and were evicted; `renamed`: they are on the device under another
+    name, of another salt, adapter or image; `never_seen`. Events do not name requests: stretches of pages count.
+    """
+    reading = _Reading(journal)
+    for line in journal.lines:
+        reading.read_stored(line)
+    return reading.ledger_of_stored()
+
+
 class _Reading:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -244,6 +258,8 @@ class _Reading:
         """The kinds of hits in tiers below the device that were seen."""
         self._ended = [[0, 0] for _ in journal.groups]
         """For each KV group: hits that it cut short, and tokens by which another group could have extended them."""
+        self._stored: dict[int, dict[str, int]] = {}
+        """Tokens of the stored pages of each stretch, by kind."""
         self._evicted_ago_ms: list[Column] = []
         """Time since eviction of each page that was missed because it was evicted."""
 
@@ -276,6 +292,29 @@ class _Reading:
         end_page = min(line.end_page, content.num_known_tokens // self._page_size)
         if line.start_page < end_page:
             self._seen.mark(content, line.start_page, end_page, mark, group=line.group)
+
+    def read_stored(self, line: Line) -> None:
+        """Count the pages of a line by what became of them before."""
+        content = self._tokens.get(line.request)
+        if content is None or not isinstance(line, StoredLine | RemovedLine):
+            return
+        if isinstance(line, StoredLine):
+            marks = self._seen.marks(content, line.start_page, line.end_page, group=line.group)
+            was_evicted = np.isfinite(marks)
+            of_run = self._stored.setdefault(line.request, dict.fromkeys(STORED_KINDS, 0))
+            for kind, is_of in zip(STORED_KINDS, (np.isnan(marks), was_evicted, marks == HERE), strict=True):
+                of_run[kind] += int(is_of.sum()) * self._page_size
+            if was_evicted.any():
+                self._evicted_ago_ms.append(line.t_ms - marks[was_evicted])
+            self._seen.add(content, line.end_page * self._page_size)
+            self._mark(line, content, HERE)
+        elif not line.is_copy:
+            self._mark(line, content, line.t_ms)
+
+    def ledger_of_stored(self) -> HitLedger:
+        """Return the ledger of `read_stored`."""
+        tokens = {kind: sum(of[kind] for of in self._stored.values()) for kind in STORED_KINDS}
+        return HitLedger(sum(tokens.values()), tokens, self._ago(), self._stored)
 
     def _admit(self, line: AdmittedLine, content: Content) -> None:
         for group in line.ended_by:
@@ -395,18 +434,21 @@ class _Reading:
         if self._journal.groups:
             kinds = (*kinds[:-2], NOT_KEPT, *kinds[-2:])
         tokens = {kind: sum(account.get(kind, 0) for account in by_request.values()) for kind in kinds}
-        ago = None
-        if self._evicted_ago_ms:
-            ordered = np.sort(np.concatenate(self._evicted_ago_ms))
-            ago = {"mean": float(ordered.mean())}
-            ago.update({f"p{p}": float(ordered[percentile_rank(p, len(ordered))]) for p in (50, 90, 99)})
-            ago["max"] = float(ordered[-1])
         ended_by = {
             self._journal.name_of_group(group): (count, missed)
             for group, (count, missed) in enumerate(self._ended)
             if count
         }
-        return HitLedger(sum(tokens.values()), tokens, ago, by_request, ended_by)
+        return HitLedger(sum(tokens.values()), tokens, self._ago(), by_request, ended_by)
+
+    def _ago(self) -> dict[str, float] | None:
+        """Return the time since eviction of what was missed; None if nothing was."""
+        if not self._evicted_ago_ms:
+            return None
+        ordered = np.sort(np.concatenate(self._evicted_ago_ms))
+        ago = {"mean": float(ordered.mean())}
+        ago.update({f"p{p}": float(ordered[percentile_rank(p, len(ordered))]) for p in (50, 90, 99)})
+        return ago | {"max": float(ordered[-1])}
 
     @staticmethod
     def _account(request: _Request) -> dict[str, int]:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from kvarts.base.errors import ConfigError, InputError, MissingFileError
+from kvarts.base.decoders import UNDECODED
+from kvarts.base.errors import ConfigError, InputError, MissingFileError, problem_of
+from kvarts.base.terminal import in_line
 from kvarts.core.content import Content, pack_units
 from kvarts.proof.journal import (
     JOURNAL_VERSION,
@@ -68,7 +70,7 @@ class Journal:
         made = {line.request: line.units for line in lines if isinstance(line, FinishedLine) and line.units}
         for line in lines:
             if isinstance(line, ArrivedLine | RejectedLine):
-                self.names[line.request] = line.request_id
+                self.names[line.request] = in_line(line.request_id)
             if isinstance(line, ArrivedLine):
                 self.arrivals[line.request] = line
                 units = made.get(line.request, [])
@@ -105,7 +107,7 @@ class Journal:
     def request(self, name: str) -> int:
         """Return the index of the request called `name`. Raise InputError if the journal lacks it."""
         for index, known in self.names.items():
-            if known == name:
+            if known == in_line(name):
                 return index
         raise InputError(f"no request {name!r} in this journal", hint="Requests go by their ids in requests.jsonl.")
 
@@ -125,8 +127,8 @@ def load_journal(path: Path | str, *, on_progress: Callable[[int], object] | Non
         for number, line in enumerate(text.lines(), 1):
             try:
                 reading.read(line, number)
-            except (msgspec.DecodeError, ConfigError, UnicodeError, OverflowError, RecursionError) as error:
-                raise InputError(f"is no event of a journal: {error}", path=path, line=number) from error
+            except (*UNDECODED, ConfigError, OverflowError) as error:
+                raise InputError(f"is no event of a journal: {problem_of(error)}", path=path, line=number) from error
     except FileNotFoundError:
         raise MissingFileError("no such file", path=path, hint="Write one with `kvarts replay --events`.") from None
     except OSError as error:

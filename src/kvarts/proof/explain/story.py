@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvarts.base.errors import InputError
+from kvarts.base.limits import whole_number
 from kvarts.base.units import as_duration
 from kvarts.core.content import Content
 from kvarts.core.keys import BlockKey, BlockKeys
@@ -275,11 +276,11 @@ def block_named(journal: Journal, name: str) -> tuple[int, int]:
     request_name, colon, page_name = name.rpartition(":")
     if colon:
         request = journal.request(request_name)
-        if not page_name.isdecimal() or request not in journal.contents:
+        page = whole_number(page_name)
+        if page is None or request not in journal.contents:
             raise InputError(f"{name!r} names no page", hint="Write REQUEST:PAGE, with pages counted from 0.")
         stored = (line for line in journal.lines if isinstance(line, StoredLine) and line.request == request)
         num_stored = max((line.end_page for line in stored), default=0)
-        page = int(page_name)
         if page >= max(num_stored, journal.contents[request].num_known_pages):
             raise InputError(f"request {request_name} never had a page {page} that could be found")
         return request, page
@@ -324,7 +325,8 @@ class _RequestStory:
         self._said: list[str] = []
         self._since_ms = 0.0
         self._arrived_ms = 0.0
-        self._made = 0
+        self._made = self._most = 0
+        """The tokens made so far, and the most that it may make."""
         self._decoding_since: int | None = None
         self._lost = 0
         self._num_front = 0
@@ -359,6 +361,7 @@ class _RequestStory:
         match line:
             case ArrivedLine():
                 self._since_ms = self._arrived_ms = line.t_ms
+                self._most = line.output_tokens
                 num_pages = -(-line.prompt_tokens // size)
                 ahead = f"behind {line.num_ahead:,} others" if line.num_ahead else "with none ahead"
                 urgent = f", priority {line.priority}" if line.priority else ""
@@ -410,6 +413,8 @@ class _RequestStory:
                 )
             case FinishedLine():
                 self._count_made(line.step)
+                # With asynchronous scheduling, it ends in the plan of one more step.
+                self._made = min(self._made, self._most)
                 self._say(
                     line,
                     f"finished: {self._made:,} tokens made, {as_duration(line.t_ms - self._arrived_ms)} after it "

@@ -9,12 +9,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
 from kvarts.base.errors import ConfigError, OutputError
-from kvarts.base.files import check_writable, is_replaceable, open_stream, write_all, writing
+from kvarts.base.files import check_writable, is_replaceable
+from kvarts.base.growing import GrowingFile
 from kvarts.core.events import AtRest, Event, LeapDone, StepDone
 from kvarts.proof.record.timeline import NS_PER_MS, Row, ask_of, form_of, head_of, listed_tiers, own_tiers
 
@@ -52,7 +53,6 @@ class LiveTimeline:
         if form == "parquet" or (form == "json" and is_packed):
             raise ConfigError("cannot be written step by step", path=path, hint="Use .jsonl, .jsonl.gz or .json.")
         check_writable(path)
-        self._path = path
         self._name_of = name_of
         self._total = total_blocks
         self._used = self._released = 0
@@ -66,19 +66,16 @@ class LiveTimeline:
         self._num_tiers = len(tiers or ())
         self._num_own = len(own_tiers(tiers or ()))
         self._are_listed = bool(listed_tiers(tiers or ()))
-        with writing(path):
-            self._file: IO[bytes] = path.open("wb", buffering=0) if is_own else open_stream(path)
-            try:
-                self._begin(self._encoder.encode(head))
-            except OSError:
-                self._file.close()
-                raise
+        self._file = GrowingFile(path, keeps=False)
+        try:
+            self._begin(self._encoder.encode(head))
+        except OutputError:
+            self._file.close()
+            raise
 
     def _begin(self, head: bytes) -> None:
         if self._is_json:
-            start = head[:-1] + b',"timeline":['
-            self._end_at = len(start)
-            write_all(self._file, start + self._json_end())
+            self._file.write(head[:-1] + b',"timeline":[', end=self._json_end())
         else:
             self._append(head + b"\n")
 
@@ -151,10 +148,9 @@ class LiveTimeline:
             if not self._is_json:
                 self._append(self._encoder.encode(self._totals()) + b"\n")
                 if self._packer is not None:
-                    write_all(self._file, self._packer.flush(zlib.Z_FINISH))
+                    self._file.write(self._packer.flush(zlib.Z_FINISH))
+        finally:
             self._file.close()
-        except OSError as error:
-            raise OutputError(f"cannot be written: {error.strerror}", path=self._path) from error
 
     def __enter__(self) -> LiveTimeline:
         return self
@@ -209,23 +205,17 @@ class LiveTimeline:
         return row
 
     def _write(self, rows: list[Row]) -> None:
-        try:
-            if not self._is_json:
-                self._append(self._encoder.encode_lines(rows))
-                return
-            text = b",\n".join(map(self._encoder.encode, rows))
-            text = (b",\n" if self._num_rows else b"\n") + text
-            self._num_rows += len(rows)
-            self._file.seek(self._end_at)
-            write_all(self._file, text + self._json_end())
-            self._end_at += len(text)
-        except OSError as error:
-            raise OutputError(f"cannot be written: {error.strerror}", path=self._path) from error
+        if not self._is_json:
+            self._append(self._encoder.encode_lines(rows))
+            return
+        text = b",\n".join(map(self._encoder.encode, rows))
+        self._file.write((b",\n" if self._num_rows else b"\n") + text, end=self._json_end())
+        self._num_rows += len(rows)
 
     def _append(self, text: bytes) -> None:
         if self._packer is not None:
             text = self._packer.compress(text) + self._packer.flush(zlib.Z_SYNC_FLUSH)
-        write_all(self._file, text)
+        self._file.write(text)
 
     def _totals(self) -> dict[str, float]:
         return {"peak_used_pct": self._peak, "preemption_count": self._num_preempted}

@@ -1,6 +1,10 @@
 """Verifier of KV timelines. Shares no code with the recorder.
 
 The package is callable: `kvarts.verify(body)` judges a body, `kvarts.verify.verify_file(path)` a file.
+
+>>> import kvarts
+>>> kvarts.verify({"timeline": []}).verdict
+'violated'
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvarts.base.errors import InputError
+from kvarts.base.files import temporary_file
 from kvarts.proof.verify.chunk import NUMBERS, PARTS, Recording, brief
 from kvarts.proof.verify.json_text import JsonText, LinesText
 from kvarts.proof.verify.text import JSON_ERRORS, Broken, ByteSource, any_value, bytes_blocks, shortened
@@ -139,10 +140,8 @@ class ParquetRecording(Recording):
             import pyarrow.parquet as pq
         except ImportError:
             raise InputError("Parquet needs pyarrow", path=self.path, hint="pip install 'kvarts[parquet]'.") from None
-        import tempfile
-
         self.has_timeline = True
-        with tempfile.TemporaryFile() as unpacked, self._source.open() as opened:
+        with temporary_file() as unpacked, self._source.open() as opened:
             file: Any = opened
             if file.read(2) == b"\x1f\x8b":
                 for block in self._source.blocks():

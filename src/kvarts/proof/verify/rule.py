@@ -289,7 +289,10 @@ class PreemptionTrigger(TimelineRule):
 
 
 class PreemptionNeeded(TimelineRule):
-    """Where a preempting step lists its asks: no ask fitted, and there is one per preemption."""
+    """Where a preempting step lists its asks: no ask fitted, and there is one per preemption.
+
+    An ask for no blocks is for the place of a request of less priority.
+    """
 
     name = "preemption_needed"
 
@@ -317,6 +320,8 @@ class PreemptionNeeded(TimelineRule):
                 )
             for ask in asks:
                 by = "" if ask.request is None else f" by {ask.request}"
+                if not ask.blocks:
+                    continue
                 if ask.blocks <= ask.free_blocks:
                     self.add(
                         f"{ask.blocks} blocks were asked for{by} with {ask.free_blocks} free: it fitted",

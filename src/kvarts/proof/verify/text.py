@@ -21,6 +21,7 @@ from typing import IO, Any
 import msgspec
 
 from kvarts.base.errors import InputError, MissingFileError
+from kvarts.base.files import temporary_file
 
 __all__ = [
     "BLOCK_BYTES",
@@ -153,9 +154,7 @@ class ByteSource:
 
 
 def _spool(file: IO[bytes]) -> IO[bytes]:
-    import tempfile
-
-    spooled = tempfile.TemporaryFile()  # noqa: SIM115 - read later, closed with its last user
+    spooled = temporary_file()  # read later, closed with its last user
     while block := file.read(BLOCK_BYTES):
         spooled.write(block)
     return spooled

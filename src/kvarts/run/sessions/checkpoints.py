@@ -15,7 +15,6 @@ import os
 import re
 import struct
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.base.errors import ConfigError, OutputError
-from kvarts.base.files import make_private, open_private
+from kvarts.base.decoders import UNDECODED
+from kvarts.base.errors import ConfigError, OutputError, problem_of
+from kvarts.base.files import make_private, open_private, write_private
 
 __all__ = [
     "Checkpoint",
@@ -143,8 +143,8 @@ def decode_checkpoint(data: npt.NDArray[np.uint8]) -> Checkpoint | str:
             if dtype.kind not in DTYPE_KINDS or min(part.shape, default=0) < 0 or end > len(data) - TAIL.size:
                 return "is damaged: its header describes no arrays"
             arrays[part.name] = data[start:end].view(dtype).reshape(part.shape)
-    except (msgspec.DecodeError, TypeError, ValueError) as error:
-        return f"is damaged: its header cannot be read ({error})"
+    except (*UNDECODED, TypeError, ValueError) as error:
+        return f"is damaged: its header cannot be read ({problem_of(error)})"
     if end != len(data) - TAIL.size or len(arrays) != len(contents.layout):
         return "is damaged: its header describes another file"
     return Checkpoint(contents.header, arrays)
@@ -187,18 +187,9 @@ class Checkpoints:
         """
         parts = encode_checkpoint(header, arrays)
         path = self._path(header.session_id)
-        temporary = path.with_name(f".{path.stem}.tmp")
         try:
-            temporary.unlink(missing_ok=True)  # left by a killed process
-            with os.fdopen(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-                file.writelines(parts)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-            self._sync_directory()
+            write_private(path, parts)
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
             return Refused(f"{path} cannot be written: {error.strerror}")
         return None
 
@@ -253,14 +244,6 @@ class Checkpoints:
     def _path(self, session_id: str) -> Path:
         assert re.fullmatch("[0-9a-f]{32}", session_id), "an id is 32 hexadecimal digits, and never a path"
         return self.directory / f"{session_id}.kv"
-
-    def _sync_directory(self) -> None:
-        """Sync the directory, so that file names are on disk too."""
-        number = os.open(self.directory, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
 
 
 def _is_ours(path: Path) -> bool:

@@ -22,7 +22,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.base.errors import ConfigError, InputError, KvartsError, OutputError
+from kvarts.base.decoders import UNDECODED
+from kvarts.base.errors import ConfigError, InputError, KvartsError, OutputError, problem_of
 from kvarts.base.files import open_private
 from kvarts.run.sessions.values import (
     EndReason,
@@ -363,8 +364,8 @@ class HistoryTables:
                 length=length,
                 usage=msgspec.json.decode(usage, type=Usage),
             )
-        except (msgspec.DecodeError, ConfigError, UnicodeDecodeError) as error:
-            raise self._file.damaged(f"what session {session_id} is cannot be read ({error})") from error
+        except (*UNDECODED, ConfigError) as error:
+            raise self._file.damaged(f"what session {session_id} is cannot be read ({problem_of(error)})") from error
 
     def _add(self, session: StoredSession, length: int) -> None:
         row = (

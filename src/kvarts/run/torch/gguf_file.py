@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.base.errors import ConfigError, InputError, MissingFileError
+from kvarts.run.model_files import located_model
 
 __all__ = ["FileTokenizer", "GgufFile", "StoredTensor", "find_gguf", "read_tokenizer"]
 
@@ -39,9 +40,10 @@ STRETCH = 1 << 15
 def find_gguf(path: str | Path) -> Path | None:
     """Return `path` if it is a GGUF file, or the only one in a directory without config.json; else None.
 
-    Raise MissingFileError for a file that does not exist, ConfigError for a directory with several.
+    A name of `kvarts.run.model_files` stands for a directory. Raise MissingFileError for a file that does not exist,
+    ConfigError for a directory with several.
     """
-    path = Path(path)
+    path = located_model(path)
     if path.suffix == ".gguf":
         if not path.is_file():
             raise MissingFileError("no such file", path=path)
@@ -244,6 +246,12 @@ class FileTokenizer:
         self.backend_tokenizer = backend
         self.chat_template = chat_template
         self._open = of_transformers
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends an answer."""
+        end: int | None = self._of_transformers.eos_token_id
+        return end
 
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
         """Return a mapping with `input_ids`."""

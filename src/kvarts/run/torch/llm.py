@@ -95,6 +95,14 @@ class LLM:
 
     Raises ConfigError for a model that cannot run in pages (kvarts.run.torch.probe), for a memory size below one
     page or beyond the device's, and for settings that exclude each other; also raises the errors of `load_model`.
+
+    >>> from kvarts import LLM, SamplingParams
+    >>> from kvarts.run.torch.tiny import write_tiny
+    >>> write_tiny("qwen3", "tiny")
+    >>> llm = LLM("tiny", kv_memory="1MiB")
+    >>> (answer,) = llm.generate(["Once upon a time"], SamplingParams(max_tokens=4, ignore_eos=True))
+    >>> len(answer.tokens)
+    4
     """
 
     def __init__(

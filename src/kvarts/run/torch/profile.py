@@ -12,7 +12,7 @@ from kvarts.core.content import pack_units
 from kvarts.core.event_log import EventReader
 from kvarts.core.events import Event
 from kvarts.core.sampling import SamplingParams
-from kvarts.sim.report.report import Report
+from kvarts.sim.report.report import EngineTotals, Report
 from kvarts.sim.report.requests import RequestLog
 from kvarts.sim.report.steps import StepLog
 from kvarts.sim.traffic.trace import Trace, TraceRequest
@@ -111,9 +111,7 @@ class Profile:
             measured,
             log,
             [self._log],
-            num_evicted_pages=llm.num_evicted_pages,
-            num_evicted_parts=llm.num_evicted_parts,
-            transfers=llm.transfers,
+            [EngineTotals(llm.num_evicted_pages, llm.num_evicted_parts, next(iter(llm.transfers), None))],
         )
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
+from kvarts.base.decoders import UNDECODED
 from kvarts.run.torch.decoder import Decoder, DecoderConfig
 from kvarts.run.torch.huge_pages import allocate
 from kvarts.run.torch.packing import is_packed
@@ -66,7 +67,7 @@ def read_standard(directory: Path, dtype: str) -> Decoder | None:
 def _json(path: Path) -> Any:
     try:
         return msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNDECODED):
         return None
 
 

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from kvarts.base.errors import ConfigError, OutputError
+from kvarts.base.files import make_directory
 
 __all__ = ["FAMILIES", "write_tiny"]
 
@@ -72,7 +73,7 @@ def write_tiny(family: str, directory: Path | str, *, seed: int = 0, dtype: str 
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
     except (OSError, SafetensorError) as error:

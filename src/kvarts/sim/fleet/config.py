@@ -6,25 +6,23 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec.structs import replace
 
 from kvarts.base.errors import ConfigError
-from kvarts.base.limits import MOST_BYTES, MOST_MS, MOST_PAGES, brief, check_number, check_whole
+from kvarts.base.limits import MOST_BYTES, MOST_MS, MOST_PAGES, brief, check_number, check_whole, whole_number
 from kvarts.base.settings import INLINE, AtLeastOne, Given, Section, Setting, SettingError, Within, setting, settings_of
 from kvarts.base.units import meant_size, parse_bytes, parse_rate
 from kvarts.core.parts.combines import check_combination
 from kvarts.core.tiers.config import OffloadConfig
 from kvarts.proof.audit.opening import not_followed_in_handoffs
 from kvarts.sim.config import ReplayConfig, Slo, check_token_bytes, resolve_replay
+from kvarts.sim.fleet.faults import Fault
 from kvarts.sim.fleet.scaling import Scaler, Scripted, Thresholds, parse_scaler
 from kvarts.sim.hardware import DeviceSettings, ModelSettings
 from kvarts.sim.routers.config import ages_read_by
-
-if TYPE_CHECKING:
-    from kvarts.sim.fleet.faults import Fault
 
 __all__ = [
     "SECTIONS",
@@ -635,7 +633,7 @@ def _tables(given: Given, of_all: Given) -> list[tuple[str, Role, str]]:
         roles: list[Role] = [given.build(PoolSettings, table).role for _, table in tables]
         # Pools without a name of their own have that of their role, if no other has it.
         return [
-            (role if name.isdigit() and roles.count(role) == 1 else name, role, table)
+            (role if whole_number(name) is not None and roles.count(role) == 1 else name, role, table)
             for (name, table), role in zip(tables, roles, strict=True)
         ]
     if not short:
@@ -760,6 +758,10 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     `gpu_price`: the price of a device for an hour, for the costs in the report.
     `served_model_name`: the name by which requests ask for the model of its workers; left out, that of the model.
     `token_bytes`: bytes of the KV of a token on a link, if that is not the same in the whole fleet.
+
+    >>> from kvarts import PoolConfig, ReplayConfig
+    >>> PoolConfig(role="mixed", each=ReplayConfig(replicas=4, num_pages=2_000)).name
+    'mixed'
     """
 
     role: Role
@@ -861,6 +863,12 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     makes the scaler, which decides the number of workers; with None, that number is fixed by the pools. `scaling`: the
     scaler's name, for reports. `startup_s`: time from adding a worker until it is ready. `store`: the
     store that all workers share below their own tiers, if any. `faults`: failures and their times.
+
+    >>> from kvarts import FleetConfig, PoolConfig, ReplayConfig, replay
+    >>> each = ReplayConfig(num_pages=2_000, page_size=512)
+    >>> pools = (PoolConfig(role="prefill", each=each), PoolConfig(role="decode", each=each))
+    >>> replay("sample:mooncake", FleetConfig(pools=pools)).summary["num_completed"]
+    1000
     """
 
     pools: tuple[PoolConfig, ...]
@@ -977,7 +985,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         for pool in self.pools:
             if pool.each.offload is not None and pool.each.offload.is_lazy:
                 raise SettingError(
-                    "says lazy, and what goes to a store goes there once it is complete",
+                    f"is {pool.each.offload.policy}, and what goes to a store goes there once it is complete",
                     "offload.policy",
                     hint="Leave it out.",
                 )

@@ -39,6 +39,7 @@ class RouterPool(Informed):
         self.workers.append(worker)
         self._replicas.append(worker.replica)
         self._places[worker.index] = place
+        self.record(worker.replica)
         self.router.follow(place, worker.engine.log)
 
     def replace(self, worker: Worker, by: Worker) -> None:

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from kvarts.base.errors import InputError
 from kvarts.base.limits import MOST_REPLICAS, brief
-from kvarts.core.build import Planning, Storage, Watching, build_engine, preparation_of
+from kvarts.core.build import Watching
 from kvarts.core.event_log import EventReader
 from kvarts.core.executor import CostModel
 from kvarts.core.tiers.links import FixedRate, Links, PeerLinks, SharedLinks, StoreLinks
@@ -17,7 +17,6 @@ from kvarts.core.tiers.peer_parts import PeerParts
 from kvarts.core.tiers.peers import PeerMemory
 from kvarts.core.tiers.shared_parts import SharedParts
 from kvarts.core.tiers.shared_store import SharedStore
-from kvarts.cost.simulated import SimExecutor
 from kvarts.proof.audit.opening import audit_of
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig
@@ -26,11 +25,22 @@ from kvarts.sim.fleet.driver import FleetDriver
 from kvarts.sim.fleet.handoff import TIMES
 from kvarts.sim.fleet.layer_wise import LayerWise, LayerWiseLinks, SharedLayerWise
 from kvarts.sim.fleet.pool import ModelRouters, Pool, RouterPool
-from kvarts.sim.fleet.report import FleetReport
+from kvarts.sim.fleet.report import FleetOutcome, FleetReport
 from kvarts.sim.fleet.transitions import Below, Incoming, PeersOfWorkers, PeerUse, StoreUse, WorkersStore
 from kvarts.sim.fleet.worker import ByAge, ByReservation, DecodeOnly, Worker
-from kvarts.sim.replay import MANY_EVENTS, Traffic, make_router, prefill_cost, tiers_of, trace_of
+from kvarts.sim.replay import (
+    MANY_EVENTS,
+    Traffic,
+    build_replica,
+    make_router,
+    planning_of,
+    prefill_cost,
+    storage_of,
+    tiers_of,
+    trace_of,
+)
 from kvarts.sim.replica import Replica
+from kvarts.sim.report.report import EngineTotals
 from kvarts.sim.report.requests import RequestLog
 from kvarts.sim.report.steps import StepLog
 from kvarts.sim.router import Router
@@ -87,24 +97,16 @@ def replay_fleet(
     opened = BuiltFleet(config, by_model=bool(models))
     driver = opened.open(arrivals_at, readers_of, on_progress=on_progress)
     driver.run()
-    schedulers = [worker.scheduler for worker in driver.workers]
-    return FleetReport(
-        trace,
-        config,
-        log,
-        steps,
-        num_evicted_pages=sum(each.cache.num_evicted for each in schedulers),
-        tier_names=config.tier_names,
-        models=models,
+    outcome = FleetOutcome(
+        models,
         stores=opened.stores_report(driver.now_ns),
         pulls=[pulls_report(memory) for memory in opened.peers],
-        transfers=[each.tiers.totals() for each in schedulers if each.tiers is not None],
-        evicted_parts=[each.num_evicted_parts() for each in schedulers],
         deadlocks=driver.deadlocks,
         num_faults=driver.num_faults,
         num_failed_transfers=driver.num_failed_transfers,
         pools=opened.pools,
     )
+    return FleetReport(trace, config, log, steps, [EngineTotals.of(each.scheduler) for each in driver.workers], outcome)
 
 
 def models_asked_for(trace: Trace, config: FleetConfig) -> list[str]:
@@ -353,32 +355,17 @@ def open_worker(
     cost: CostModel = config.cost_model
     if is_mocker and pool.role == "decode":
         cost = DecodeOnly(cost)
-    executor = SimExecutor(cost)
     queue = ByReservation() if is_mocker else ByAge()
-    tiers = preparation_of(config.offload)
+    storage = storage_of(config)
     if below is not None:
         token_bytes = TOKEN_BYTES if config.placement is None else config.placement.kv_bytes_per_token
-        tiers = below(index, config.offload, token_bytes)
+        storage = storage._replace(tiers=below(index, config.offload, token_bytes))
+    planning = planning_of(config)._replace(hands_over=True, step_ns=cost.step_ns)
+    if pool.role == "decode":
+        planning = planning._replace(policy=queue)
     audit = audit_of("laws" if pool.left_out_by_audit(shares_memory=below is not None) else config.audit)
-    engine = build_engine(
-        config,
-        executor,
-        Storage(
-            memory=None if config.kv_groups == "off" else config.memory,
-            make_order=config.eviction,
-            tiers=tiers,
-            prefill=prefill_cost(config),
-        ),
-        Planning(
-            policy=queue if pool.role == "decode" else config.admission(),
-            hands_over=True,
-            plans_ahead=config.async_scheduling and config.profile == "default",
-            finds_prefixes=not config.no_prefix_caching,
-            step_ns=cost.step_ns,
-        ),
-        Watching(readers, num_waiting=num_waiting, audit=audit),
-    )
-    replica = Replica(engine, executor, plans_ahead=config.async_scheduling)
+    watching = Watching(readers, num_waiting=num_waiting, audit=audit)
+    replica = build_replica(config, cost, storage, planning, watching)
     worker = Worker(index, rank, replica, queue, only_prefills=pool.role == "prefill", leaps=not config.step_by_step)
     worker.handoffs.has_any_between_steps = pool.role != "mixed"
     if is_mocker:

@@ -7,13 +7,14 @@ from functools import cached_property, partial
 from math import prod
 from typing import Any
 
-from kvarts.core.kv.transfer import TransferTotals
+import msgspec
+
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.fleet.config import FleetConfig
 from kvarts.sim.fleet.handoff import TIMES
 from kvarts.sim.fleet.pool import Pool
 from kvarts.sim.report.distributions import NS_PER_MS, distribution_ms
-from kvarts.sim.report.report import Report, latencies_of
+from kvarts.sim.report.report import EngineTotals, Report, latencies_of
 from kvarts.sim.report.requests import COMPLETED, RequestLog, of_prompts
 from kvarts.sim.report.steps import StepLog
 from kvarts.sim.traffic.trace import Trace
@@ -31,12 +32,24 @@ WAITS = (
 """The parts of the time to first token, with the start and end of each."""
 
 
-class FleetReport(Report):
-    """The outcome of a replay on a fleet. `deadlocks`: time, worker, and the request that was failed.
+class FleetOutcome(msgspec.Struct, frozen=True):
+    """The outcome of a fleet that its engines do not record. `deadlocks`: time, worker, and the request that failed.
 
     `models`: those that requests were sent to by their names; empty if all went to any worker. `stores`, `pulls`: of
-    each of them, or one of all.
+    each of them, or one of all. `pools`: in the order of those of the configuration.
     """
+
+    models: Sequence[str]
+    stores: Sequence[Mapping[str, Any]]
+    pulls: Sequence[Mapping[str, Any]]
+    deadlocks: Sequence[tuple[int, int, str]]
+    num_faults: int
+    num_failed_transfers: int
+    pools: Sequence[Pool]
+
+
+class FleetReport(Report):
+    """The outcome of a replay on a fleet."""
 
     config: FleetConfig
 
@@ -46,39 +59,13 @@ class FleetReport(Report):
         config: FleetConfig,
         requests: RequestLog,
         steps: Sequence[StepLog],
-        *,
-        num_evicted_pages: int,
-        tier_names: Sequence[str] = (),
-        models: Sequence[str] = (),
-        stores: Sequence[Mapping[str, Any]] = (),
-        pulls: Sequence[Mapping[str, Any]] = (),
-        transfers: Sequence[TransferTotals] = (),
-        evicted_parts: Sequence[Sequence[int]] = (),
-        deadlocks: Sequence[tuple[int, int, str]] = (),
-        num_faults: int = 0,
-        num_failed_transfers: int = 0,
-        pools: Sequence[Pool] = (),
+        engines: Sequence[EngineTotals],
+        outcome: FleetOutcome,
     ) -> None:
-        self._are_alike = all(log.memory == steps[0].memory for log in steps)
-        """Whether all workers have the same KV groups."""
-        evicted = list(map(sum, zip(*evicted_parts, strict=True))) if self._are_alike else []
-        super().__init__(
-            trace,
-            config,
-            requests,
-            steps,
-            num_evicted_pages=num_evicted_pages,
-            transfers=transfers,
-            num_evicted_parts=evicted,
-        )
-        self._tiers = list(tier_names)
-        self._models = models
-        self._stores = stores
-        self._pulls = pulls
-        self._deadlocks = deadlocks
-        self._num_faults = num_faults
-        self._num_failed_transfers = num_failed_transfers
-        self._of_pools = pools
+        super().__init__(trace, config, requests, steps, engines)
+        self._tiers = config.tier_names
+        self._outcome = outcome
+        self._models = outcome.models
 
     @cached_property
     def requests(self) -> dict[str, Any]:
@@ -111,11 +98,7 @@ class FleetReport(Report):
         """Return the time of all workers together, those that a scaler adds included."""
         if self.config.scaler is None:
             return super()._worker_ns(duration_s)
-        return sum(lives.worker_ns(round(duration_s * 1e9)) for lives in self._of_pools)
-
-    def _memory(self) -> dict[str, Any]:
-        """Return the use of each KV group, if groups are counted and all workers have the same."""
-        return super()._memory() if self._are_alike else {}
+        return sum(lives.worker_ns(round(duration_s * 1e9)) for lives in self._outcome.pools)
 
     def _fleet(self) -> dict[str, Any]:
         raw = self._request_log.as_ended
@@ -135,13 +118,13 @@ class FleetReport(Report):
             **({"models": self._of_models(raw)} if self._models else {}),
             **({} if self.config.least_remote is None else {"num_local_prefills": int((raw["is_local"] > 0).sum())}),
             "transferred_bytes": int(raw["num_bytes"].sum()),
-            **self._of_each("store", self._stores),
-            **self._of_each("pulls", self._pulls),
+            **self._of_each("store", self._outcome.stores),
+            **self._of_each("pulls", self._outcome.pulls),
             **self._faults(raw),
-            "num_deadlocks": len(self._deadlocks),
+            "num_deadlocks": len(self._outcome.deadlocks),
             "deadlocks": [
                 {"at_ms": at_ns / NS_PER_MS, "replica": worker, "request_id": request}
-                for at_ns, worker, request in self._deadlocks[:10]
+                for at_ns, worker, request in self._outcome.deadlocks[:10]
             ],
         }
 
@@ -199,8 +182,8 @@ class FleetReport(Report):
         restarted = raw["num_restarts"] > 0
         return {
             "faults": {
-                "num_faults": self._num_faults,
-                "num_failed_transfers": self._num_failed_transfers,
+                "num_faults": self._outcome.num_faults,
+                "num_failed_transfers": self._outcome.num_failed_transfers,
                 "num_restarted": int(restarted.sum()),
                 "num_restarts": int(raw["num_restarts"].sum()),
                 "recomputed_tokens": int(raw["recomputed_tokens"][restarted].sum()),
@@ -212,7 +195,7 @@ class FleetReport(Report):
         pools = []
         summary = super().summary
         end_ns = round(summary["duration_ms"] * NS_PER_MS)
-        for pool, lives in zip(self.config.pools, self._of_pools, strict=True):
+        for pool, lives in zip(self.config.pools, self._outcome.pools, strict=True):
             mine = [summary["replicas"][worker.index] for worker in lives.workers]
             busy_ms = sum(worker["busy_ms"] for worker in mine)
             worker_s = lives.worker_ns(end_ns) / 1e9

@@ -529,6 +529,8 @@ class FleetTransitions:
             handoff.source, handoff.target = worker.index, -1
             if not self._is_mocker:
                 reason = routers.second.never_fits(decode)
+            if reason is not None:
+                worker.replica.refuse(request, reason, now_ns)
         else:
             handoff.target = worker.index
             if router_pool is routers.first:
@@ -596,6 +598,7 @@ class FleetTransitions:
         if is_direct:
             reason = worker.scheduler.never_fits(handoff.decode)
         if reason is not None:
+            worker.replica.refuse(handoff.decode, reason, now_ns)
             self._fail(handoff, reason)
             return
         worker.num_owned += 1
@@ -681,7 +684,7 @@ class FleetTransitions:
         cache, page_size = worker.scheduler.cache, self._page_size
         if cache.frees_skipped:
             num_blocks = cache.incoming.num_sent(start, num_tokens, page_size)
-            return num_blocks * page_size * token_bytes // cache.page_blocks
+            return num_blocks * page_size * token_bytes // cache.mean_page_blocks
         if self._only_missing:
             num_tokens = cache.incoming.num_sent(start, num_tokens, page_size) * page_size
         return num_tokens * token_bytes

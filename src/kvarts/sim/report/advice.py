@@ -49,7 +49,7 @@ def advice(summary: dict[str, Any], *, trials: Callable[[], Trials] | None = Non
 
     The first of these cases that holds decides: requests that can never fit; the sequence cap; waiting for pages;
     waiting for transfers; hits lost to routing or eviction; waiting for the token budget; none, which leaves room for
-    more load. Numbers are those of the report, except the hit ratio of an unbounded pool, which is estimated from them.
+    more load. All numbers are those of the report and of further replays; an estimate decides only whether these run.
     """
     if summary["num_rejected"]:
         return _rejected(summary, trials)
@@ -130,23 +130,16 @@ def _lost_hits(summary: dict[str, Any], trials: Callable[[], Trials] | None) -> 
     config = summary["config"]
     if config.get("no_prefix_caching"):
         return (
-            f"without a prefix cache nothing is found, and about {as_percent(unbounded)} of prompt tokens would be "
-            "hits if it were on and evicted nothing; leave out --set no_prefix_caching=true"
+            "without a prefix cache nothing is found, though prompts repeat each other; leave out --set "
+            "no_prefix_caching=true"
         )
     if config["replicas"] > 1 and config["router"] != "prefix":
-        return (
-            f"what was computed before lies in part on another replica: {hits}, and about {as_percent(unbounded)} "
-            "would be if all were on one and nothing were evicted; try --router prefix"
-        )
+        return f"what was computed before lies in part on another replica: {hits}; try --router prefix"
     lowest = _lowest_tier(summary)
     listed = (config.get("offload") or {}).get("tiers", [])
     if not _has_evicted(summary, lowest):
         return None
-    pages = summary["working_set_pages"]
-    why = (
-        f"eviction costs compute: {hits}, and the working set of {pages:,} pages{in_memory(pages, config)} is "
-        f"{summary['working_set_to_pool']:,.2f} times the pool"
-    )
+    why = f"eviction costs compute: {hits}"
     if lowest == "disk" and not listed:
         return f"{why}; try a larger --set offload.disk_memory"
     if lowest is not None and (len(listed) > 1 or (listed and listed[0]["kind"] == "files")):
@@ -154,9 +147,7 @@ def _lost_hits(summary: dict[str, Any], trials: Callable[[], Trials] | None) -> 
     option = f"--tier {listed[0]['name']}:size=" if listed else "--host-memory "
     replays = None if trials is None else trials()
     if replays is None or not replays.can_have_host_memory:
-        return (
-            f"{why}; about {as_percent(unbounded)} would be hits if nothing were evicted; try {_more_memory(summary)}"
-        )
+        return f"{why}; try {_more_memory(summary)}"
     if replays.is_too_long(summary):
         return f"{why}; `kvarts plan` with the same options finds by replay what host memory would give"
     found = replays.host_memory(summary)
@@ -210,10 +201,10 @@ def unbounded_hit_ratio(summary: dict[str, Any]) -> float | None:
     """Return an estimate of the hit ratio of prompt tokens without any eviction; None if it is unknown.
 
     Each distinct full page of the prompts is computed once; the tokens of each prompt after its last full page, on
-    average half a page, are computed every time. The working set includes pages of outputs. Known outputs that later
+    average half a page, are computed every time. Distinct pages include those of outputs. Known outputs that later
     prompts repeat would also be hits; with them, the estimate is too low.
     """
-    pages = summary["working_set_pages"]
+    pages = summary["distinct_pages"]
     tokens = summary["num_input_tokens"]
     if pages is None or summary["num_completed"] < summary["num_requests"]:
         return None

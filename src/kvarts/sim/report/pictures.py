@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvarts.core.config import Slo
 from kvarts.sim.report.requests import of_prompts
 from kvarts.sim.report.words import LATENCIES
 
-__all__ = ["check_installed", "figure_of"]
+__all__ = ["check_installed", "figure_of", "new_figure"]
 
 Columns = Mapping[str, Sequence[Any] | Column]
 """Columns of a report, by name."""
@@ -28,17 +29,30 @@ STRETCHES = 200
 def check_installed(field: str) -> None:
     """Raise ConfigError, for the option or method `field`, if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
-        raise ConfigError("needs matplotlib", field=field, hint="pip install 'kvarts[plan]'.")
+        raise ConfigError("needs matplotlib", field=field, hint="pip install 'kvarts[notebook]'.")
+
+
+def new_figure(inches: tuple[float, float]) -> Any:
+    """Return an empty matplotlib Figure that notebooks show, whether pyplot was imported or not."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    class Shown(Figure):  # type: ignore[misc, unused-ignore]  # matplotlib is not always installed
+        def _repr_png_(self) -> bytes:
+            out = BytesIO()
+            self.savefig(out, format="png", metadata={"Software": None})
+            return out.getvalue()
+
+    Shown.__name__ = Shown.__qualname__ = "Figure"
+    figure = Shown(figsize=inches, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def figure_of(title: str, steps: Columns, requests: Columns, slo: Slo) -> Any:
     """Return KV use, queues, hits and latencies of a replay as a matplotlib Figure."""
     check_installed("plot")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=INCHES, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(INCHES)
     figure.suptitle(title)
     memory, queues, hits, latencies = (figure.add_subplot(4, 1, place) for place in range(1, 5))
     replicas = np.asarray(steps["replica"])

@@ -19,6 +19,7 @@ from kvarts.base.columns import Column, to_frame
 from kvarts.base.errors import ConfigError
 from kvarts.base.units import as_hits
 from kvarts.core.events import Blocked
+from kvarts.core.kv.transfer import TransferTotals
 from kvarts.sim.report.advice import Trials, advice
 from kvarts.sim.report.distributions import (
     NS_PER_MS,
@@ -33,27 +34,50 @@ from kvarts.sim.report.distributions import (
 from kvarts.sim.report.requests import CANCELLED, COMPLETED, FAILED, REJECTED, RequestLog, of_prompts
 from kvarts.sim.report.steps import StepLog
 from kvarts.sim.report.words import facts, plus_minus
-from kvarts.sim.traffic.info import working_set_pages
+from kvarts.sim.traffic.info import distinct_pages
 from kvarts.sim.traffic.trace import Trace
 
 if TYPE_CHECKING:
     from kvarts.core.config import Slo
-    from kvarts.core.kv.transfer import TransferTotals
+    from kvarts.core.sched.scheduler import Scheduler
+    from kvarts.cost.roofline_settings import HeldOut
     from kvarts.sim.report.run_directory import RunConfig
 
-__all__ = ["REPORT_VERSION", "Report"]
+__all__ = ["REPORT_VERSION", "EngineTotals", "Report"]
 
 REPORT_VERSION = 1
 LIMITS = {Blocked.BUDGET: "compute", Blocked.PAGES: "kv_pages", Blocked.SEQS: "sequence_cap"}
 STATUS_NAMES = ("completed", "rejected", "failed", "cancelled")
 
 
+class EngineTotals(msgspec.Struct, frozen=True):
+    """Counts of one engine at the end of a replay.
+
+    `num_evicted_parts`: by KV group, if groups are counted; pages are then blocks. `transfers`: None without tiers.
+    """
+
+    num_evicted_pages: int
+    num_evicted_parts: tuple[int, ...] = ()
+    transfers: TransferTotals | None = None
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> EngineTotals:
+        """Return the counts of the engine with this scheduler."""
+        transfers = None if scheduler.below is None else scheduler.below.totals()
+        return cls(scheduler.cache.num_evicted, scheduler.num_evicted_parts(), transfers)
+
+
 class Report:
     """The outcome of a replay.
 
     `requests` and `steps` are columns that `pandas.DataFrame` and `polars.DataFrame` accept directly; `summary`, with
-    `advice`, is printed by `--json`. `num_evicted_parts`: by KV group, if groups are counted; pages are then blocks.
-    `trials` finds the sizes in the advice by replays, when the advice is first read.
+    `advice`, is printed by `--json`. `steps`, `engines`: of each engine. `trials` finds the sizes in the advice by
+    replays, when the advice is first read.
+
+    >>> from kvarts import ReplayConfig, replay
+    >>> report = replay("sample:mooncake", ReplayConfig(num_pages=2_000, page_size=512))
+    >>> report.summary["num_completed"], len(report.request_columns["input_tokens"])
+    (1000, 1000)
     """
 
     def __init__(
@@ -62,31 +86,27 @@ class Report:
         config: RunConfig,
         requests: RequestLog,
         steps: Sequence[StepLog],
+        engines: Sequence[EngineTotals],
         *,
-        num_evicted_pages: int,
-        transfers: Sequence[TransferTotals] = (),
         sessions: Mapping[str, int] | None = None,
-        num_evicted_parts: Sequence[int] = (),
         trials: Callable[[], Trials] | None = None,
     ) -> None:
         self.config = config
-        self._num_evicted_parts = num_evicted_parts
         self.trace_name = trace.name
         self._trace = trace
         self._request_log = requests
         self.step_logs = steps
         self._stalls_ns = requests.stalls_ns
-        self._num_evicted_pages = num_evicted_pages
-        self._transfers = transfers
+        self._engines = engines
+        self._transfers = [each.transfers for each in engines if each.transfers is not None]
         self._sessions = sessions
         self._tiers = list(steps[0].tiers)
         self._trials = trials
         self.spread: Mapping[str, Distribution] | None = None
         """One standard deviation of each latency statistic in milliseconds, if the uncertainty of the cost model is
         known. It must be set before the summary is first read."""
-        self.error_shares: Mapping[str, float] = {}
-        """Used without a spread: one standard deviation of latencies as a share of them, by metric, from measurements
-        of other engines."""
+        self.held_out: Mapping[str, HeldOut] | None = None
+        """Used without a spread: errors of predictions for measured engines, by metric; empty if none was measured."""
 
     # Columns ----------------------------------------------------------------------------------------------
 
@@ -227,7 +247,6 @@ class Report:
         busy_page_ns = sum(each.busy_ns * log.num_pages for each, log in zip(totals, logs, strict=True))
         peaks = [each.peak_used for each in totals]
         peak_used = max(peaks)
-        working_set = working_set_pages(self._trace, config.page_size)
         distributions = latencies.distributions
         return {
             "version": REPORT_VERSION,
@@ -269,15 +288,14 @@ class Report:
             "num_preemptions": sum(each.num_preemptions for each in totals),
             "num_tokens_lost_to_preemption": sum(log.tokens_lost for log in logs),
             "num_steps": num_steps,
-            "num_evicted_pages": self._num_evicted_pages,
+            "num_evicted_pages": sum(each.num_evicted_pages for each in self._engines),
             "peak_used_pages": peak_used,
             "peak_used_pct": max(peak / log.num_pages for peak, log in zip(peaks, logs, strict=True)),
             "mean_used_pct": _ratio(used_page_ns, busy_page_ns),
             "busy_pct": _ratio(busy_ns, self._worker_ns(duration_s)),
             "peak_running": max(each.peak_running for each in totals),
             "peak_waiting": max(each.peak_waiting for each in totals),
-            "working_set_pages": working_set,
-            "working_set_to_pool": None if working_set is None else working_set / (config.num_pages * config.replicas),
+            "distinct_pages": distinct_pages(self._trace, config.page_size),
             **self._memory(),
             "limited_by": self._limits(latencies, raw),
             **self._longest_rejected(raw),
@@ -300,9 +318,10 @@ class Report:
             name: {
                 statistic: None if value is None else value * share for statistic, value in distributions[name].items()
             }
-            for name, share in self.error_shares.items()
+            for metric, error in (self.held_out or {}).items()
+            for name, share in [(f"{metric}_ms", error.one_sigma)]
         }
-        return {"uncertainty": found} if found else {}
+        return {} if self.held_out is None else {"uncertainty": found}
 
     def to_json(self) -> bytes:
         """Return the summary and the advice as indented JSON, ending in a line end."""
@@ -474,15 +493,16 @@ class Report:
         return {"longest_rejected": {"input_tokens": num_input, "output_tokens": num_output}}
 
     def _memory(self) -> dict[str, Any]:
-        """Return the use of each KV group, if groups are counted: `pages` of the summary are then blocks."""
+        """Return the use of each KV group, if all engines count the same: `pages` of the summary are then blocks."""
         logs = self.step_logs
         memory = logs[0].memory
-        if not memory:
+        if not memory or any(log.memory != memory for log in logs):
             return {}
         spans = [log.spans for log in logs]
         busy_ns = sum(int(span["duration_ns"].sum()) for span in spans)
         groups = []
-        for index, (group, num_evicted) in enumerate(zip(memory["kv_groups"], self._num_evicted_parts, strict=True)):
+        of_engines = zip(*(each.num_evicted_parts for each in self._engines), strict=True)
+        for index, (group, evicted) in enumerate(zip(memory["kv_groups"], of_engines, strict=True)):
             used = [log.of_each(f"group{index}_used") for log in logs]
             part_ns = sum(dot(of_log, log.durations_ns) for of_log, log in zip(used, logs, strict=True))
             groups.append(
@@ -490,7 +510,7 @@ class Report:
                     **group,
                     "peak_used_parts": max(int(of_log.max(initial=0)) for of_log in used),
                     "mean_used_parts": _ratio(part_ns, busy_ns),
-                    "num_evicted_parts": num_evicted,
+                    "num_evicted_parts": sum(evicted),
                 }
             )
         return {"block_bytes": memory["block_bytes"], "total_blocks": logs[0].num_pages, "kv_groups": groups}

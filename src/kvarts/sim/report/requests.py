@@ -83,6 +83,10 @@ class RequestLog:
         """Time since the previous token, for each first token generated after a preemption."""
         self.cancelled_prompt_tokens = 0
         """Prompt tokens computed for cancelled requests."""
+        self._holding: list[tuple[Request, int]] = []
+        """Requests that have ended and hold pages until the next step is planned, and their preemptions so far."""
+        self._late: dict[int, int] = {}
+        """By index: preemptions of a request after its row was added."""
 
     def end(
         self, request: Request, row: TraceRequest, replica: int, status: int = COMPLETED, more: Sequence[int] = ()
@@ -110,10 +114,32 @@ class RequestLog:
         if more:
             values += more
         self._rows.add(values)
+        if self._holding:
+            self._count_late()
+        if request.table is not None:
+            self._holding.append((request, request.num_preemptions))
         if request.stalls_ns:
             self.stalls_ns += request.stalls_ns
         if row.request_id is not None:
             self._ids[request.index] = row.request_id
+
+    def _count_late(self) -> None:
+        """Count the preemptions of requests that ended before the step that took their pages was planned."""
+        for request, num_before in self._holding:
+            if request.num_preemptions > num_before:
+                self._late[request.index] = request.num_preemptions - num_before
+        self._holding = [each for each in self._holding if each[0].table is not None]
+
+    def _settle(self) -> None:
+        """Add late preemptions to their rows, when every request has ended."""
+        self._count_late()
+        if self._late:
+            columns = self._rows.take_columns()
+            place = {index: row for row, index in enumerate(columns[0].tolist())}
+            for index, num_late in self._late.items():
+                columns[self._place["preemptions"]][place[index]] += num_late
+            self._late = {}
+            self._rows.add_columns(columns)
 
     def cancel(self, request: Request, row: TraceRequest, replica: int, end_ns: int, more: Sequence[int] = ()) -> None:
         """Add `request`, which was dropped at `end_ns`, with the tokens that it has generated until then."""
@@ -141,6 +167,7 @@ class RequestLog:
 
     def take(self) -> Taken:
         """Return the contents of the log, which is not used after that."""
+        self._settle()
         return self._rows, self._ids, self._reasons, self.stalls_ns, self.cancelled_prompt_tokens
 
     def put_together(self, parts: Sequence[tuple[Taken, Column, int]]) -> None:
@@ -165,6 +192,7 @@ class RequestLog:
         return ReadColumns(self._fields, self._in_order)
 
     def _in_order(self, name: str) -> Column:
+        self._settle()
         if self._order is None:
             self._order = narrowed(np.argsort(self._rows.column(0)))
         return self._rows.column(self._place[name])[self._order]
@@ -175,6 +203,7 @@ class RequestLog:
         return ReadColumns(self._fields, self._as_ended)
 
     def _as_ended(self, name: str) -> Column:
+        self._settle()
         column = self._rows.column(self._place[name])
         return narrowed(column) if name in _COUNTS else column
 

@@ -180,7 +180,7 @@ class RunReport(msgspec.Struct, frozen=True):
     tpot_ms: Spread | None = None
     e2e_ms: Spread | None = None
     queue_ms: Spread | None = None
-    uncertainty: dict[str, Spread] = {}
+    uncertainty: dict[str, Spread] | None = None
     request_throughput_per_s: Real | None = None
     input_throughput_tokens_per_s: Real | None = None
     output_throughput_tokens_per_s: Real | None = None
@@ -190,7 +190,7 @@ class RunReport(msgspec.Struct, frozen=True):
     transfers: Moved | None = None
     peak_used_pct: Real | None = None
     mean_used_pct: Real | None = None
-    working_set_pages: Count | None = None
+    distinct_pages: Count | None = None
     limited_by: LimitedBy | None = None
     advice: str | None = None
     models: dict[str, dict[str, Any]] | None = None
@@ -381,17 +381,22 @@ class RunDirectory:
     def requests(self) -> list[RequestRow]:
         """Return one row per request; empty if the file is missing."""
         path = self.path / REQUESTS
-        return decoded_lines(path, RequestRow) if path.exists() else []
+        return decoded_lines(path, RequestRow) if _is_there(path) else []
 
     def distributions(self) -> Distributions:
         """Return histograms by name; empty if the file is missing."""
         path = self.path / DISTRIBUTIONS
-        return decoded(path, Distributions) if path.exists() else Distributions()
+        return decoded(path, Distributions) if _is_there(path) else Distributions()
 
     def about(self) -> About:
         """Return the version and command of the run; empty if the file is missing."""
         path = self.path / RUN
-        return decoded(path, About) if path.exists() else About()
+        return decoded(path, About) if _is_there(path) else About()
+
+
+def _is_there(path: Path) -> bool:
+    with reading(path):
+        return path.exists()
 
 
 def timelines_in(path: Path) -> list[Path]:

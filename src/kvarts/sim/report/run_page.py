@@ -169,7 +169,7 @@ def _part(run: RunDirectory, overview: ShownOverview | None, most_rows: int) -> 
     config = run.summary.config
     pages, replicas = config.get("pages"), config.get("replicas", 1)
     pool = pages * replicas if is_count(pages) and is_count(replicas) else 0
-    working_set = run.summary.working_set_pages
+    num_distinct = run.summary.distinct_pages
     requests = run.requests()
     is_unknown = run.summary.prefix_hit_ratio is None and bool(run.summary.num_input_tokens)
     return {
@@ -180,7 +180,7 @@ def _part(run: RunDirectory, overview: ShownOverview | None, most_rows: int) -> 
         "unknown_hits": "Unknown: the trace does not identify prefixes that prompts share." if is_unknown else None,
         "evictions": None if overview is None else list(overview.evictions),
         "hits": None if overview is None else _hits(overview),
-        "working_set": {"pages": working_set, "pool": pool} if working_set and pool else None,
+        "distinct": {"pages": num_distinct, "pool": pool} if num_distinct and pool else None,
         "waits": None if overview is None else _waits(overview),
         "has_admitted": any(row.first_admitted_ms is not None for row in requests),
         "notes": [] if overview is None else list(overview.notes),

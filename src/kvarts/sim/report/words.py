@@ -18,6 +18,7 @@ __all__ = [
     "LIMITS",
     "NAME_ONE",
     "UNCERTAIN",
+    "UNMEASURED",
     "count",
     "duration",
     "facts",
@@ -68,13 +69,13 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
     for name, field in LATENCIES.items():
         spread: Spread | None = getattr(report, field)
         if spread is not None and spread.p50 is not None:
-            unsure = report.uncertainty.get(field, Spread())
+            unsure = (report.uncertainty or {}).get(field, Spread())
             values = {"p50": (spread.p50, unsure.p50), "p90": (spread.p90, unsure.p90), "p99": (spread.p99, unsure.p99)}
             out.append(
                 (name, ", ".join(f"{p} {plus_minus(*each)}" for p, each in values.items() if each[0] is not None))
             )
-    if report.uncertainty:
-        out.append(UNCERTAIN)
+    if report.uncertainty is not None:
+        out.append(UNCERTAIN if report.uncertainty else UNMEASURED)
     evicted = "" if report.num_evicted_pages is None else f", {count(report.num_evicted_pages)} evicted"
     out += [
         (
@@ -114,7 +115,7 @@ def _hits(report: RunReport) -> str:
 
 def plus_minus(ms: float | None, unsure_ms: float | None) -> str:
     """Return a latency, with one standard deviation if known."""
-    return duration(ms) + ("" if unsure_ms is None else f" +- {duration(unsure_ms)}")
+    return duration(ms) + ("" if unsure_ms is None else f" ± {duration(unsure_ms)}")
 
 
 def memory_unit(report: RunReport) -> str:
@@ -124,12 +125,16 @@ def memory_unit(report: RunReport) -> str:
 
 RULES = {"default": "rules of vLLM", "mocker": "rules of Dynamo's mocker"}
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM", "trtllm": "TensorRT-LLM"}
+WITH_RULES = {"sglang": "SGLang 0.5.23"}
+"""Engines whose scheduler decides, not vLLM's, with the version that is followed."""
 WIDTH = 80
 BLANKS = dict.fromkeys(b"\n\v\f\r", " ")
 """Characters, by number, that count as spaces."""
 COSTS = {"polynomial": "polynomial, of Dynamo's mocker"}
-UNCERTAIN = "uncertain", "+- is one standard deviation, from how far step times may be off"
-"""The name and the text of the line that explains +-."""
+UNMEASURED = "uncertain", "unmeasured: no published measurement is of such a device"
+"""The line in place of the one that explains ±, where nothing like the replay was measured."""
+UNCERTAIN = "uncertain", "± is one standard deviation, from how far step times may be off"
+"""The name and the text of the line that explains ±."""
 NAME_ONE = "name yours: --model llama-3.1-8b --device h100-80gb"
 
 
@@ -150,6 +155,10 @@ def opening(config: Mapping[str, Any]) -> list[str]:
         lines.append(f"  {NAME_ONE}")
     if "pages" in config:
         lines.append(_memory(config))
+    for text in (config.get("start") or {}).get("lines", ()):
+        lines += wrapped(text, rest="  ")
+    if config.get("not_started"):
+        lines += wrapped(f"Not as vLLM 0.33 starts: {config['not_started']}.", rest="  ")
     return lines
 
 
@@ -172,8 +181,19 @@ def _placed(config: Mapping[str, Any]) -> list[str]:
     model, device = config.get("model") or of_cost.get("llm"), config.get("device") or of_cost.get("device")
     rules = RULES.get(config.get("profile", ""), f"rules of {config.get('profile', 'vLLM')}")
     engine = config.get("engine", "none")
-    rules += "" if engine == "none" else f", defaults of {ENGINES.get(engine, engine)}"
+    name, _, version = engine.partition("==")
+    of_engine = f"{ENGINES.get(name, name)} {version}".rstrip()
+    if name in WITH_RULES:
+        rules = (
+            f"rules of {WITH_RULES[name]}, defaults of {of_engine}" if version else f"rules and defaults of {of_engine}"
+        )
+    elif engine != "none":
+        rules += f", defaults of {of_engine}"
     times = f"step times: {COSTS.get(kind, kind)}"
+    if version and of_cost.get("scale") is not None:
+        from kvarts.cost.roofline_settings import shipped_constants
+
+        times += "" if shipped_constants().has_measured(engine) else f" ({of_engine} unmeasured)"
     if model is not None and device is not None:
         return [f"{_stored(model, of_cost)} on {_devices(device, of_cost)}", f"{rules}; {times}"]
     if kind == "polynomial" and config.get("profile") != "mocker":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
@@ -13,10 +13,8 @@ from kvarts.base.settings import SettingError, setting
 from kvarts.base.units import parse_delay_ms
 
 if TYPE_CHECKING:
-    from kvarts.core.kv.groups import GroupMemory
-    from kvarts.core.kv.transfer import PeersGain
     from kvarts.sim.routers.router import PolicyRouter
-    from kvarts.sim.routers.view import Directory, Needs
+    from kvarts.sim.routers.view import Needs, WorkerFacts
 
 __all__ = ["QueueOrder", "Routing", "ages_read_by"]
 
@@ -126,43 +124,20 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         needs: Needs | None = getattr(policy_of(router), "needs", None)
         return needs is not None and needs.pages == "end"
 
-    def open(
-        self,
-        router: str | Callable[[], Any],
-        *,
-        num_workers: int,
-        page_size: int,
-        max_num_batched_tokens: int,
-        tiers: Sequence[str] = ("device",),
-        directory: Directory | None = None,
-        peers: PeersGain | None = None,
-        are_files: Sequence[bool] = (False, True),
-        memory: GroupMemory | None = None,
-    ) -> PolicyRouter:
-        """Return a new router of `num_workers` workers. `directory`: looks up their pages, instead of events.
-
-        `peers`: what workers save that read pages from each other, if they do. `are_files`: whether each tier below
-        the device is of files. `memory`: the KV groups of the workers, if their events describe parts of pages.
-        """
+    def open(self, router: str | Callable[[], Any], workers: WorkerFacts) -> PolicyRouter:
+        """Return a new router of `workers`."""
         from kvarts.sim.routers.policies import policy_of
         from kvarts.sim.routers.router import PolicyRouter
 
         threshold = self.queue_threshold
         return PolicyRouter(
             policy_of(router),
+            workers,
             order=self.queue,
-            queue_tokens=None if threshold is None else threshold * max_num_batched_tokens,
+            queue_tokens=None if threshold is None else threshold * workers.max_num_batched_tokens,
             event_lag_ns=self.event_lag_ns,
             staleness_ns=self.staleness_ns(router),
             seed=self.seed,
-            num_workers=num_workers,
-            page_size=page_size,
-            max_num_batched_tokens=max_num_batched_tokens,
-            tiers=tiers,
-            directory=directory,
-            peers=peers,
-            are_files=are_files,
-            memory=memory,
         )
 
 

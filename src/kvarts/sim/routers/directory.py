@@ -566,16 +566,16 @@ class PartIndex:
             return
         tree = self._trees.get(worker)
         if tree is None:
-            tree = self._trees[worker] = SpanTree(
-                self._memory, self._page_size, _never_moving, num_below=self.num_tiers - 1
-            )
+            tree = self._trees[worker] = self._open_tree()
         before, known = tree.walk(content, start)
         if before and before[-1].end == start == known and not before[-1].children:
             before[-1].content, before[-1].end = content, end  # without successors, the span can grow
         with tree.spans_of(content, end) as spans:
-            for span, page, stop in spans:
-                if stop > start:
-                    self._add(span, first + group, group, max(page, start), stop, worker)
+            pages = tree.block_pages[group]
+            for span, page, span_end in spans:  # a block is in the span of its last page
+                begin, stop = max(page, start), span_end - span_end % pages
+                if stop > begin:
+                    self._add(span, first + group, group, begin - begin % pages, stop, worker)
 
     def remove(self, worker: int, content: Content, start: int, end: int, tier: str, group: int | None = None) -> None:
         """Record that the parts of pages [start, end) of `content` in a group can no longer be found on `worker`."""
@@ -619,6 +619,11 @@ class PartIndex:
             saved.append(0.0 if offer is None else gain.saved_by(offer, start, num_tokens))
         return saved
 
+    def _open_tree(self) -> SpanTree:
+        from kvarts.core.kv.block_sizes import tree_of  # imported only for engines with KV groups
+
+        return tree_of(self._memory, self._page_size, _never_moving, num_below=self.num_tiers - 1)
+
     def _add(self, span: Span, place: int, group: int, start: int, end: int, worker: int) -> None:
         """Add the parts of pages [start, end) to the list at `place` of a span, which has none of them there."""
         runs = span.parts[place]
@@ -638,7 +643,7 @@ class PartIndex:
         """
         own = self._trees.get(worker)
         if own is None:
-            own = SpanTree(self._memory, self._page_size, _never_moving, num_below=self.num_tiers - 1)
+            own = self._open_tree()
         depth, first = self.num_tiers - 1, self._first_lists[gain.tier]
         best, source = own.match(content, limit, depth=depth), -1
         for other, tree in sorted(self._trees.items()):

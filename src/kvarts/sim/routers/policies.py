@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvarts.base.errors import ConfigError, did_you_mean
+from kvarts.base.errors import ConfigError, did_you_mean, problem_of
 from kvarts.base.limits import brief, check_number, check_whole
 from kvarts.base.settings import SettingError
 from kvarts.base.user_code import code_named, is_code_name
@@ -576,7 +576,7 @@ def split_names(text: str) -> list[str]:
 
 
 def policy_of(router: str | Callable[[], Any]) -> Any:
-    """Return a new Policy: by name, or made by a class or a function without arguments.
+    """Return a new RouterPolicy: by name, or made by a class or a function without arguments.
 
     Raise ConfigError for the field `router`.
     """
@@ -603,18 +603,15 @@ def policy_of(router: str | Callable[[], Any]) -> Any:
     try:
         made: Any = msgspec.convert(values, struct, strict=False)
     except msgspec.ValidationError as error:
-        raise SettingError(f"{name}: {error}", "router", hint="Write NAME:key=value,key=value.") from error
+        raise SettingError(f"{name}: {problem_of(error)}", "router", hint="Write NAME:key=value,key=value.") from error
     except ConfigError as error:
         raise SettingError(f"{name}: {error.field} {error.what}", "router", hint=error.hint) from error
     return made.open() if hasattr(made, "open") else made
 
 
 def _imported(text: str) -> Any:
-    try:
-        return _made(code_named(text), text)
-    except ConfigError as error:
-        hint = "Name a policy, or module:Class of a module that Python finds."
-        raise SettingError(error.what, "router", hint=error.hint or hint) from error
+    hint = "Name a policy, or module:Class of a module that Python finds."
+    return _made(code_named(text, "router", hint), text)
 
 
 def _made(maker: Callable[[], Any], name: str) -> Any:
@@ -628,7 +625,7 @@ def _made(maker: Callable[[], Any], name: str) -> Any:
 
 def _checked(policy: Any, name: str) -> Any:
     if not callable(getattr(policy, "choose", None)):
-        hint = "See kvarts.sim.routers.view.Policy for what a policy has."
+        hint = "See kvarts.policies.RouterPolicy for what a policy has."
         raise SettingError(f"{name} has no choose", "router", hint=hint)
     needs = getattr(policy, "needs", None)
     if needs is not None and not hasattr(needs, "pages"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 
 import msgspec
@@ -11,11 +11,9 @@ import msgspec
 from kvarts.base.settings import SettingError
 from kvarts.core.event_log import EventLog
 from kvarts.core.events import PagesRemoved, PagesStored
-from kvarts.core.kv.groups import GroupMemory
-from kvarts.core.kv.transfer import PeersGain
 from kvarts.core.request import Request
 from kvarts.sim.routers.directory import CacheFeed, EventIndex, PartIndex
-from kvarts.sim.routers.view import Asked, Directory, Found, Needs, Policy, View
+from kvarts.sim.routers.view import Asked, Found, Needs, RouterPolicy, View, WorkerFacts
 
 __all__ = ["PolicyRouter"]
 
@@ -25,27 +23,19 @@ class PolicyRouter:
 
     `order`: that of waiting requests, a QueueOrder. `queue_tokens`: requests wait while every worker has more prompt
     tokens than that; None never holds one. `event_lag_ns`: time until cache events reach the router. `seed`: of random
-    choices. `peers`: what workers save that read pages from each other. `memory`: the KV groups of the workers, whose
-    events then describe parts of pages. Owner of the requests waiting in it, and of the cache events in transit to it.
+    choices. Owner of the requests waiting in it, and of the cache events in transit to it.
     """
 
     def __init__(
         self,
-        policy: Policy,
+        policy: RouterPolicy,
+        workers: WorkerFacts,
         *,
         order: str,
         queue_tokens: float | None,
         event_lag_ns: int,
         staleness_ns: int,
         seed: int,
-        num_workers: int,
-        page_size: int,
-        max_num_batched_tokens: int,
-        tiers: Sequence[str] = ("device",),
-        directory: Directory | None = None,
-        peers: PeersGain | None = None,
-        are_files: Sequence[bool] = (False, True),
-        memory: GroupMemory | None = None,
     ) -> None:
         needs: Needs = getattr(policy, "needs", Needs())
         self._policy = policy
@@ -60,19 +50,11 @@ class PolicyRouter:
         self.reads_events = needs.pages != "no"
         self.reads_prefills = needs.prefills or self.holds_requests
         self.index: EventIndex | PartIndex | None = None
+        directory, memory, tiers = workers.directory, workers.memory, workers.tiers
         if needs.pages != "no" and directory is None:
-            self.index = EventIndex(tiers) if memory is None else PartIndex(memory, page_size, tiers)
+            self.index = EventIndex(tiers) if memory is None else PartIndex(memory, workers.page_size, tiers)
             directory = self.index
-        self.view = View(
-            needs,
-            num_workers=num_workers,
-            page_size=page_size,
-            max_num_batched_tokens=max_num_batched_tokens,
-            directory=directory,
-            peers=peers,
-            are_files=are_files,
-            seed=seed,
-        )
+        self.view = View(needs, workers, directory=directory, seed=seed)
         self._cached_tokens = getattr(policy, "cached_tokens", None)
         self._feeds: dict[int, CacheFeed] = {}
         self._events: list[tuple[int, int, int, PagesStored | PagesRemoved]] = []

@@ -6,15 +6,16 @@ from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from random import Random
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
 from kvarts.core.content import Content
+from kvarts.core.kv.groups import GroupMemory
 from kvarts.core.kv.transfer import PeersGain
 from kvarts.sim.routers.directory import ActiveBlocks, IndexRule, PlacementIndex
 
-__all__ = ["Asked", "Directory", "Found", "Metrics", "Needs", "Policy", "View"]
+__all__ = ["Asked", "Directory", "Found", "Metrics", "Needs", "RouterPolicy", "View", "WorkerFacts"]
 
 Found = tuple[int, int, dict[int, tuple[int, ...]]]
 """A request, a limit of pages, and the pages found per worker, by tier."""
@@ -109,29 +110,38 @@ class NoDirectory:
         return [0.0] * len(starts)
 
 
+class WorkerFacts(NamedTuple):
+    """Facts of its workers that a router has from the beginning, besides their placements.
+
+    `page_size`: tokens per page. `max_num_batched_tokens`: token budget of a step. `tiers`: those in events.
+    `are_files`: whether each tier below the device is of files. `directory`: looks up exact prefixes, instead of
+    events. `peers`: what workers save that read pages from each other, if they do. `memory`: their KV groups, if events
+    describe parts of pages.
+    """
+
+    num_workers: int
+    page_size: int
+    max_num_batched_tokens: int = 8192
+    tiers: Sequence[str] = ("device",)
+    are_files: Sequence[bool] = (False, True)
+    directory: Directory | None = None
+    peers: PeersGain | None = None
+    memory: GroupMemory | None = None
+
+
 class View:
     """Owner of a router's knowledge. Workers are numbered from 0, and numbers are not reused.
 
-    `page_size`: tokens per page of the workers; `max_num_batched_tokens`: token budget of a step. `directory`: looks up
-    exact prefixes. Ties not broken by number are broken by `random`, which is seeded with `seed`. `peers`: what workers
-    save that read pages from each other. `are_files`: whether each tier below the device is of files.
+    Ties not broken by number are broken by `random`, which is seeded with `seed`. `directory`: that of `workers`, or
+    the one that reads their events.
     """
 
     def __init__(
-        self,
-        needs: Needs,
-        *,
-        num_workers: int,
-        page_size: int,
-        max_num_batched_tokens: int = 8192,
-        directory: Directory | None = None,
-        peers: PeersGain | None = None,
-        are_files: Sequence[bool] = (False, True),
-        seed: int = 0,
+        self, needs: Needs, workers: WorkerFacts, *, directory: Directory | None = None, seed: int = 0
     ) -> None:
-        self._are_files = are_files
-        self.page_size = page_size
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self._are_files = workers.are_files
+        page_size = self.page_size = workers.page_size
+        self.max_num_batched_tokens = workers.max_num_batched_tokens
         self.random = Random(seed)
         self.metrics = Metrics()
         self.workers: list[int] = []
@@ -143,7 +153,7 @@ class View:
         self.num_blocks: list[int] = []
         """Full blocks of prompts in flight per worker, counted separately for each request."""
         self.directory = directory or NoDirectory()
-        self._peers = peers
+        self._peers = workers.peers
         self.index = None if needs.placements is None else PlacementIndex(needs.placements, page_size)
         self.active = ActiveBlocks() if needs.blocks else None
         self._placed: dict[int, tuple[int, Content, int, int]] = {}
@@ -152,7 +162,7 @@ class View:
         """The last answer of the directory, with the request and the limit of the lookup."""
         self._recent: deque[tuple[int, int]] = deque()
         self._num_recent: list[int] = []
-        for _ in range(num_workers):
+        for _ in range(workers.num_workers):
             self.join()
 
     # Workers ----------------------------------------------------------------------------------------------
@@ -283,7 +293,7 @@ class View:
             self._num_recent[recent.popleft()[1]] -= 1
 
 
-class Policy(Protocol):
+class RouterPolicy(Protocol):
     """Chooses workers by a view. Promise: it changes nothing in the view but its random state.
 
     It may have `needs`, of type Needs; without, it sees only its own placements. It may have `cached_tokens(asked,

@@ -17,7 +17,7 @@ from kvarts.base.settings import AtLeastOne, Given, Section, SettingError, parts
 from kvarts.base.units import parse_bytes
 from kvarts.core.config import Snapshots, StateMode
 from kvarts.core.parts.combines import check_combination
-from kvarts.sim.config import KvGroupsName, ReplayConfig, build_replay
+from kvarts.sim.config import KvGroupsName, ReplayConfig, build_replay, order_of
 from kvarts.sim.hardware import (
     DeviceSettings,
     ModelSettings,
@@ -28,6 +28,7 @@ from kvarts.sim.hardware import (
     parsed_cost,
     place,
 )
+from kvarts.sim.vllm_start import VERSIONS
 
 if TYPE_CHECKING:
     from kvarts.core.event_log import EventReader
@@ -89,7 +90,11 @@ class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields
     ReplayConfig.
 
     Some fields can be set in Python only. `groups`: PartGroups that are counted instead of those of the model.
-    `eviction`: a callable that makes its EvictionOrder; None: that of `each` in SharingConfig.
+    `eviction`: its EvictionOrder, as in ReplayConfig; None: that of `each` in SharingConfig.
+
+    >>> from kvarts import ModelShare
+    >>> ModelShare(model="llama-3.1-8b", weight=2, guarantee=0.5, eviction="auto").weight
+    2
     """
 
     weight: Annotated[float, setting("Its part of the time and the memory, relative to the others.", flag=None)] = 1.0
@@ -126,10 +131,8 @@ class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields
             raise SettingError(f"must be 'off', 'all' or 'tails', got {self.kv_groups!r}", "kv_groups")
         if self.snapshots not in get_args(Snapshots):
             raise SettingError(f"must be 'ends' or 'branches', got {self.snapshots!r}", "snapshots")
-        if self.eviction is not None and not callable(self.eviction):
-            raise SettingError(
-                f"{self.eviction!r} is not callable", "eviction", hint="Give a class, or a function that makes one."
-            )
+        if self.eviction is not None:
+            msgspec.structs.force_setattr(self, "eviction", order_of(self.eviction))
         if self.mamba_cache_mode not in get_args(StateMode):
             raise SettingError(
                 f"must be 'snapshots', 'all' or 'align', got {self.mamba_cache_mode!r}", "mamba_cache_mode"
@@ -166,6 +169,13 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
     equal priority. `baselines`: also replay each model's static split and slice. `health`: changes of health, as
     `code=dead@60` or as values. `each`: the configuration of each model's replay; its pages and cost are computed per
     model.
+
+    >>> from kvarts import LinearCost, ModelShare, SharingConfig, load_trace, replay
+    >>> each = {"cost": LinearCost(step_ms=5), "kv_bytes_per_token": 131_072}
+    >>> models = {"chat": ModelShare(weight=2, **each), "code": ModelShare(**each)}
+    >>> traces = {name: load_trace("sample:azure-chat") for name in models}
+    >>> sorted(replay(traces, SharingConfig(models=models, kv_memory="8GiB")).summary["models"])
+    ['chat', 'code']
     """
 
     models: dict[str, ModelShare]
@@ -320,6 +330,8 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
                 given["states_by_page"] = f"models.{name}.mamba_cache_mode"
             if share.eviction is not None:
                 given["orders"] = f"models.{name}.eviction"
+        if self.each.engine in VERSIONS:
+            given["start"] = "engine"
         if self.each.async_scheduling and self.each.engine == "none":  # else it is a default of the engine
             given["ahead"] = "async_scheduling"
         return {"several": "models", **self.each.features, **given}
@@ -494,6 +506,7 @@ def check_each(each: ReplayConfig) -> None:
         "num_pages": "is for a replay of one model: pages of several differ in bytes. Give {kv_memory}",
         "cost": "is for a replay of one model: each of several has its own",
         "kv_groups": "is for a replay of one model: each of several says it, as --model NAME=MODEL:kv_groups=all",
+        "scheduling_policy": "is for a replay of one model: those that share devices are in order of arrival",
         "stop_tokens": "has no effect without asynchronous scheduling, which several models on a device do not have",
     }
     for field, why in refused.items():

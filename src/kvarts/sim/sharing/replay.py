@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
-import numpy as np
 
 from kvarts.core.build import Planning, Storage, Watching, build_engine, open_group_cache, preparation_of
 from kvarts.core.event_log import EventLog, EventReader
@@ -16,7 +15,7 @@ from kvarts.cost.simulated import SimExecutor
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import MANY_EVENTS, Traffic, make_router, prefill_cost, trace_of
-from kvarts.sim.report.report import Report
+from kvarts.sim.report.report import EngineTotals, Report
 from kvarts.sim.report.requests import RequestLog
 from kvarts.sim.router import Router
 from kvarts.sim.sharing.config import ObserversOf, SharingConfig
@@ -90,15 +89,12 @@ def replay_several(
             of_steps.late = each.tenants[name].scheduler.preemptor.take_preemptions()
     reports = {}
     for (name, of_model), of_traffic in zip(config.configs.items(), arrivals, strict=True):
-        of_name = [device.tenants[name] for device in opened]
         reports[name] = Report(
             traces[name],
             of_model,
             of_traffic.log,
             [device.logs[name] for device in opened],
-            num_evicted_pages=sum(tenant.cache.num_evicted for tenant in of_name),
-            transfers=[tenant.tiers.totals() for tenant in of_name if tenant.tiers is not None],
-            num_evicted_parts=np.sum([tenant.scheduler.num_evicted_parts() for tenant in of_name], axis=0).tolist(),
+            [EngineTotals.of(device.tenants[name].scheduler) for device in opened],
         )
     outcomes = [
         OfDevice(

@@ -78,7 +78,7 @@ class Tenant:
         return reason
 
     def refuse(self, request: Request, reason: str, now_ns: int) -> None:
-        """Emit readers that `request` was refused at `now_ns` before it was queued, for `reason`."""
+        """Emit the event that `request` was refused at `now_ns` before it was queued, for `reason`."""
         self.engine.refuse(request, reason, now_ns)
 
     def cancel(self, request: Request, now_ns: int) -> None:
@@ -187,8 +187,8 @@ class TurnOrder:
         """The models that could step when the last turn was given."""
         self._parts = {tenant: float(tenant.share) for tenant in tenants}
 
-    def next(self, now_ns: int) -> Tenant | None:
-        """Return the model that has the next turn, of those that can step; None if none can."""
+    def next(self, now_ns: int, tried: Sequence[Tenant] = ()) -> Tenant | None:
+        """Return the model that has the next turn, of those that can step and are not in `tried`; None if none can."""
         device, could_step, due = self._device, self.able, self.due
         tenants = self._tenants
         able = [each for each in tenants if not each.is_stalled or device.may_preempt_for(each.name, now_ns)]
@@ -198,6 +198,8 @@ class TurnOrder:
                 if tenant not in could_step and due[tenant] < since:
                     due[tenant] = since
             self.able = able
+        if tried:
+            able = [tenant for tenant in able if tenant not in tried]
         if len(able) < 2:
             return able[0] if able else None
         first = min(able, key=due.__getitem__)

@@ -35,7 +35,7 @@ from itertools import accumulate
 from kvarts.base.limits import LATEST_NS, TooLateError
 from kvarts.core.events import Blocked, Turns
 from kvarts.core.request import Request
-from kvarts.core.sched.lower_tiers import Transfers
+from kvarts.core.sched.lower_tiers import TiersBelow
 from kvarts.core.sched.policy import NEVER_NS
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.driver import Driver
@@ -366,15 +366,19 @@ class TurnLoop:
         self._tell_time()
         self._store_completed()
         may_leap = self._leaps
+        # Models that wait for pages of others and did not get enough: they have no other turn until one of these acts.
+        tried: list[Tenant] = []
         while True:
             for below in self._with_tiers:
                 self._look_below(*below)
-            tenant = self._order.next(now_ns)
+            tenant = self._order.next(now_ns, tried)
             if tenant is None:
                 return self._pause()
+            was_stalled = tenant.is_stalled
             if (may_leap and self._leap(tenant, until_ns)) or self._begin(tenant):
                 self._is_under_way = True
                 return self.now_ns
+            tried = [*tried, tenant] if was_stalled else []
             # A turn without a step may make more turns certain than `quiet_until` has planned.
             may_leap = False
 
@@ -572,7 +576,7 @@ class TurnLoop:
         if tiers.is_due and tenant.is_stalled:
             tenant.store(self.now_ns)
 
-    def _look_below(self, tenant: Tenant, tiers: Transfers) -> None:
+    def _look_below(self, tenant: Tenant, tiers: TiersBelow) -> None:
         """End transfers of `tenant` that are due; if it cannot step, begin its stores in place of its next step."""
         engine = tenant.engine
         self._end_transfers(tenant, tiers)
@@ -583,7 +587,7 @@ class TurnLoop:
             engine.now_ns = self.now_ns
             engine.emit()
 
-    def _end_transfers(self, tenant: Tenant, tiers: Transfers) -> None:
+    def _end_transfers(self, tenant: Tenant, tiers: TiersBelow) -> None:
         num_released = tenant.cache.num_released
         if not tiers.advance_to(self.now_ns):
             return
@@ -668,8 +672,8 @@ class SharedDriver(Driver):
     def _fail(self, index: int, now_ns: int) -> None:
         for request, reason in self._devices[index].take_failed():
             of_model, row, _ = self._in_engines.pop(request)
-            of_model.log.reject(request, row, index, reason, FAILED)
-            of_model.source.done(row, max(now_ns, request.arrival_ns))
+            of_model.reject(request, row, index, reason, max(now_ns, request.arrival_ns), FAILED)
+            self._num_refused += 1
             self._emit(1)
 
     def _settle(self) -> None:
@@ -679,6 +683,7 @@ class SharedDriver(Driver):
             for index, device in enumerate(self._devices):
                 device.give_up()
                 self._fail(index, now_ns)
+            self._take_placed(now_ns)
             # One time after the other: what fails brings requests that may arrive before the next ones.
             while not self._in_engines and (arrival_ns := self._look_ahead()) != NEVER_NS:
                 self._arrive(arrival_ns)

@@ -22,6 +22,8 @@ import msgspec
 from kvarts.base.errors import InputError
 from kvarts.base.limits import MOST_COUNT, brief
 from kvarts.base.media import FAMILIES, UNKNOWN_PIXELS, family_of, size_of
+from kvarts.base.units import to_ns
+from kvarts.sim.traffic.bounds import MOST_DATE_NS
 from kvarts.sim.traffic.prompts import Chat
 from kvarts.sim.traffic.trace_file import date_ns
 
@@ -230,11 +232,10 @@ def _message(message: Any, where: str, family: str) -> Iterator[dict[str, Any]]:
         raise InputError(f"has no role, such as user: {brief(role)}", field=where)
     content: Any = message.get("content", message.get("value", message.get("text")))
     own: dict[str, Any] = {"role": ROLES.get(role, role)}
-    calls = [
-        _call(each.get("function", each), each.get("id"))
-        for each in message.get("tool_calls") or ()
-        if isinstance(each, dict)
-    ]
+    given = message.get("tool_calls") or []
+    if not isinstance(given, list):
+        raise InputError(f"is a list of calls, not {brief(given)}", field=f"{where}.tool_calls")
+    calls = [_call(each.get("function", each), each.get("id")) for each in given if isinstance(each, dict)]
     thoughts = [message.get(name) for name in ("reasoning_content", "reasoning")]
     reasoning = [each for each in thoughts if isinstance(each, str)][:1]
     kept: Any = content
@@ -286,7 +287,7 @@ def _text(content: Any, where: str, family: str) -> str:
         raise InputError(f"is not text: {brief(content)}", field=where)
     texts = []
     for part in content:
-        kind = part.get("type", "text") if isinstance(part, dict) else None
+        kind = str(part.get("type", "text")) if isinstance(part, dict) else None
         if isinstance(part, str):
             texts.append(_clean(part))
         elif kind in TEXTS:
@@ -329,7 +330,9 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
     if not isinstance(tools, list):
         return None
     found = []
-    for tool in tools:
+    for place, tool in enumerate(tools):
+        if isinstance(tool, dict) and not isinstance(tool.get("function", {}), dict):
+            raise InputError(f"is not a function: {brief(tool['function'])}", field=f"tools[{place}].function")
         if isinstance(tool, dict) and "function" not in tool and "name" in tool:
             named = {name: tool[name] for name in ("name", "description") if name in tool}
             function = named | {"parameters": tool.get("input_schema", tool.get("parameters"))}
@@ -440,8 +443,7 @@ def _time_ns(of: Any) -> int | None:
             return date_ns(value, name)
         if isinstance(value, int | float) and not isinstance(value, bool):
             scale = next((scale for most, scale in ((1e11, 10**9), (1e14, 10**6), (1e17, 10**3)) if value < most), 1)
-            time = value * scale
-            if not 0 <= time < 1 << 62:
+            if not 0 <= value * scale < MOST_DATE_NS:
                 raise InputError(f"is not a time: {brief(value)}", field=name)
-            return round(time)
+            return to_ns(value, scale)
     return None

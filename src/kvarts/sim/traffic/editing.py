@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,17 +20,23 @@ from kvarts.sim.traffic.trace_request import Units
 
 __all__ = [
     "anonymized",
+    "can_lengthen",
+    "lengthened",
     "merged",
     "mooncake_lines",
     "repeated",
     "scaled",
+    "share_of_agents",
     "sliced",
     "spread",
     "tool_lines",
     "trace_lines",
+    "with_share_of_agents",
 ]
 
 NS_PER_MS = 1_000_000
+LEAST_UNIT = 8
+"""Tokens of a unit that can be a little larger."""
 
 
 def sliced(
@@ -113,6 +120,70 @@ def scaled(trace: Trace, rate: float) -> Trace:
             for request in known(trace)
         ],
     )
+
+
+def can_lengthen(trace: Trace) -> bool:
+    """Return whether prompts can be lengthened: their units stand for enough tokens to be larger by a tenth."""
+    return trace.requests is not None and trace.unit_tokens >= LEAST_UNIT and not trace.has_output_tokens
+
+
+def lengthened(trace: Trace, factor: float) -> Trace:
+    """Return the trace with prompts, and the parts that they share, `factor` times as long, to a token per unit."""
+    unit_tokens = max(1, round(trace.unit_tokens * factor))
+    requests = [
+        msgspec.structs.replace(
+            request, num_prompt_tokens=max(1, request.num_prompt_tokens * unit_tokens // trace.unit_tokens)
+        )
+        for request in trace
+    ]
+    return Trace(requests, unit_tokens=unit_tokens, knows_prefixes=trace.knows_prefixes, name=trace.name)
+
+
+def share_of_agents(trace: Trace) -> float | None:
+    """Return the share of requests that are of agents; None if the trace does not tell sessions apart.
+
+    An agent is a session of several requests, with the sub-agents that are named after it or that it waits for.
+    """
+    if trace.requests is None or not trace.has_sessions:
+        return None
+    plays = components(trace.requests, by_name=True)
+    num_of = Counter(plays)
+    return sum(num for num in num_of.values() if num > 1) / max(1, len(plays))
+
+
+def with_share_of_agents(trace: Trace, share: float) -> Trace:
+    """Return the trace with as many requests, of which about `share` are of agents.
+
+    Agents and single requests are left out, or repeated, evenly. Copies share no content with others, and begin apart:
+    of two copies, the second begins half a trace later, those past the end at the beginning. Raise ConfigError for a
+    trace without agents or without single requests.
+    """
+    now = share_of_agents(trace)
+    if now is None or not 0 < now < 1:
+        what = "needs sessions of several requests, and requests that are of none"
+        raise ConfigError(what, field="share_of_agents", hint="`kvarts trace info` prints the sessions.")
+    requests = known(trace)
+    of_play: dict[int, list[TraceRequest]] = {}
+    for request, play in zip(requests, components(requests, by_name=True), strict=True):
+        of_play.setdefault(play, []).append(request)
+    numbers = _Numbers()
+    num_rows = 1 + max(request.row for request in requests)
+    last_ns = 1 + max(request.arrival_ns for request in requests)
+    found: list[TraceRequest] = []
+    factors = {True: share / now, False: (1 - share) / (1 - now)}
+    wanted, made = {True: 0.0, False: 0.0}, {True: 0, False: 0}
+    for turns in of_play.values():
+        is_agent = len(turns) > 1
+        wanted[is_agent] += factors[is_agent] * len(turns)
+        copies = max(0, round((wanted[is_agent] - made[is_agent]) / len(turns)))
+        made[is_agent] += copies * len(turns)
+        begin_ns = min(request.arrival_ns for request in turns)
+        for copy in range(copies):
+            later_ns = (begin_ns + copy * last_ns // copies) % last_ns - begin_ns
+            for request in turns:
+                moved = _moved(_apart(request, copy, numbers), copy * num_rows)
+                found.append(msgspec.structs.replace(moved, arrival_ns=request.arrival_ns + later_ns))
+    return _like(trace, found)
 
 
 def repeated(trace: Trace, copies: int) -> Trace:
@@ -342,7 +413,13 @@ TOOLS = {
     "dynamo": Tool("trace_block_size={}", has_sessions=True),
 }
 """AIPerf 0.13, GuideLLM 0.8.1 and Dynamo 1.6.1."""
-UNREAD = ("priority", "tenant", "model", "output_units", "cancel_after_ns", "hints")
+UNREAD = {
+    "priority": "priority", "tenant": "tenant", "model": "model", "output_units": "output_token_ids",
+    "cancel_after_ns": "cancel_after_ms", "hints": "hints",
+}  # fmt: skip
+"""Fields of a request that no tool reads, and their names in a trace."""
+PLAIN = TraceRequest(0, 0, b"", 1, 1)
+"""A request without any of these."""
 
 
 def tool_lines(trace: Trace, name: str) -> tuple[list[bytes], list[str]]:
@@ -389,7 +466,11 @@ def tool_lines(trace: Trace, name: str) -> tuple[list[bytes], list[str]]:
                 del row["timestamp"]
         lines.append(encoder.encode(row) + b"\n")
     num_split = 0 if tool.has_sessions else sum(len(each) > 1 for each in lengths.values())
-    unread = [field for field in UNREAD if any(getattr(request, field) for request in requests)]
+    unread = [
+        name
+        for field, name in UNREAD.items()
+        if any(getattr(each, field) != getattr(PLAIN, field) for each in requests)
+    ]
     warnings = [
         f"{name} reads these lines with {tool.reading.format(size)}",
         f"{num_moved:,} requests wait for none: they are sent at their times, or their delay after the turn before"

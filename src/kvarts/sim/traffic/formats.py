@@ -34,6 +34,8 @@ COLUMN, RUN, OUTPUT = "column", "run", "output_tokens"
 TEXTS = frozenset({"tokenizer", "chat_template", OUTPUT})
 ANY_ROWS = frozenset({SKIPPING, COLUMN, OUTPUT})
 FAILED, CACHED, EMBEDDINGS = "failed", "answered by a proxy cache", "embeddings"
+FEW_OTHERS = 16
+"""Reading of a directory stops when its files of another form outnumber the rest by this number."""
 MOST_NAMES, MOST_SHOWN = 12, 40
 """Most fields of an unknown form to show in an error, and most characters of each."""
 
@@ -569,6 +571,11 @@ def load_trace(
     `kvarts.sim.traffic.messages`. `on_read` receives the number of bytes of each part that is read. Raise
     MissingFileError; InputError, with file and place, also for an unknown form; ConfigError for an option that the form
     does not accept.
+
+    >>> from kvarts import load_trace
+    >>> trace = load_trace("sample:azure-chat")
+    >>> len(list(trace)), trace.name
+    (1000, 'azure-conv-1000.csv')
     """
     if os.path.splitext(path)[1] == ".toml":  # noqa: PTH122
         raise ConfigError("is a configuration, not a trace", path=path, hint="Use --config FILE.")
@@ -646,20 +653,39 @@ def _form(file: TraceFile, columns: Mapping[str, str] | None = None) -> TraceFor
 
 
 def _form_of_directory(directory: TraceFile) -> TraceForm:
-    """Return the form of the first candidate file. Raise InputError without one, or if its form is a single file."""
-    files = directory.files()
-    if not files:
+    """Return the form that the first and most other files have. Raise InputError if there is none.
+
+    Only the beginnings of files are read, so that a directory of other files is refused quickly.
+    """
+    files = directory.walk()
+    first = next(files, None)
+    if first is None:
         raise InputError(
             f"has no file that ends in {', '.join(SUFFIXES)}",
             path=directory.path,
             hint="Give the directory that holds the traces.",
         )
-    form = _form(files[0])
+    form = _form(first)
     if not form.reads_directories:
         raise InputError(
             f"is a directory, and a trace of this form ({form.name}) is a file",
             path=directory.path,
-            hint=f"Give the file, such as {files[0].place}.",
+            hint=f"Give the file, such as {first.place}.",
+        )
+    num_alike, others = 1, list[TraceFile]()
+    for file in files:
+        if form_of(file) == form:
+            num_alike += 1
+        else:
+            others.append(file)
+        if len(others) > num_alike + FEW_OTHERS:
+            break
+    if len(others) > num_alike:
+        raise InputError(
+            f"is a directory of other files than traces: {first.place} is of the form {form.name}, and of the next "
+            f"{num_alike + len(others) - 1} files {len(others)} are not, such as {others[0].place}",
+            path=directory.path,
+            hint="Give the directory that holds the traces, or one of them.",
         )
     return form
 

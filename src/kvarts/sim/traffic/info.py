@@ -1,6 +1,6 @@
 """`kvarts.trace_info`: the contents of a trace, and whether it records prefixes and answers.
 
-The working set of a trace is the number of pages that would hold everything it computes, once.
+The distinct pages of a trace are those that would hold everything it computes, once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvarts.sim.traffic.workload import Workload
 
-__all__ = ["TraceInfo", "trace_info", "working_set_pages"]
+__all__ = ["TraceInfo", "distinct_pages", "trace_info"]
 
 PAGE_SIZE = 16
 SLAB = 20_000
@@ -38,7 +38,7 @@ MOST_SPARSE = 4
 NO_ID, UNSEEN = -1, -2
 
 
-def working_set_pages(trace: Trace, page_size: int) -> int | None:
+def distinct_pages(trace: Trace, page_size: int) -> int | None:
     """Return the number of distinct full pages of all prompts, plus the pages of outputs; None for a stream.
 
     In order of content and length, a prompt shares exactly as much with all prompts before it as with its direct
@@ -82,7 +82,7 @@ def _num_shared(units: list[bytes], lengths: list[int], unit_bytes: int, unit_to
 
 
 def _pages_by_id(requests: Sequence[TraceRequest], unit_tokens: int, page_size: int) -> int | None:
-    """Return the working set if every id always follows the same id, or always none: then it stands for a prefix.
+    """Return the distinct pages if every id always follows the same id, or always none: then it stands for a prefix.
 
     It has the pages that end in its last unit, as far as any of its prompts fills them. Return None for other ids.
     """
@@ -207,9 +207,13 @@ class TraceInfo(msgspec.Struct, frozen=True):
 
 
 def trace_info(traffic: Trace | Workload | Path | str) -> TraceInfo:
-    """Return statistics of `traffic`: requests, tokens, sessions, working set, and whether prefixes are known.
+    """Return statistics of `traffic`: requests, tokens, sessions, distinct tokens, and whether prefixes are known.
 
     Raise ConfigError for a trace without requests or a stream; InputError for a file.
+
+    >>> from kvarts import trace_info
+    >>> trace_info("sample:mooncake").values["num_requests"]
+    1000
     """
     if isinstance(traffic, Trace):
         trace = traffic
@@ -241,7 +245,7 @@ def trace_info(traffic: Trace | Workload | Path | str) -> TraceInfo:
         "tokens_per_id": trace.unit_tokens,
         "knows_prefixes": trace.knows_prefixes,
         "knows_outputs": trace.has_output_tokens,
-        "working_set_tokens": (working_set_pages(trace, PAGE_SIZE) or 0) * PAGE_SIZE,
+        "distinct_tokens": (distinct_pages(trace, PAGE_SIZE) or 0) * PAGE_SIZE,
         "num_skipped_lines": trace.num_skipped_lines,
         **{f"left_out_{reason.replace(' ', '_')}": count for reason, count in trace.left_out.items()},
     }

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import msgspec
 
+from kvarts.base.decoders import UNDECODED
 from kvarts.base.errors import ENDS_EARLY, ConfigError, InputError, parts_of
 from kvarts.base.limits import LATEST_NS
 from kvarts.core.content import pack_units
@@ -68,7 +69,7 @@ def load_recorded(path: Path | str | TraceFile, *, skip_bad_lines: bool = False)
             if began_ns is None:
                 began_ns = row.began_ns if isinstance(row.began_ns, int) else row.arrival_ns
             _request(0, row, began_ns, {})
-        except (msgspec.DecodeError, ConfigError) as error:
+        except (*UNDECODED, ConfigError) as error:
             num_skipped += 1
             if not skip_bad_lines:
                 what, field = parts_of(error)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from hashlib import blake2b
 from heapq import merge
 from itertools import chain
@@ -21,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from kvarts.base.decoders import decode_json
 from kvarts.base.errors import InputError, parts_of
 from kvarts.base.files import reading
 from kvarts.sim.traffic.chats import chats_of
@@ -106,9 +108,13 @@ def chats_in(file: TraceFile) -> Iterator[Chat | str | InputError]:
     outputs = [each for each in files if any(fields >= ANSWERS for fields in each.first_fields)]
     answers: dict[str, Any] = {}
     for each in outputs if len(files) > 1 else ():
-        for _, row in each.lines():
-            answer = msgspec.json.decode(row)
-            answers[str(answer.get("custom_id"))] = answer.get("response") or {"error": True}
+        for line, answer in _rows_in(each):
+            if isinstance(answer, dict):
+                answers[str(answer.get("custom_id"))] = answer.get("response") or {"error": True}
+            elif isinstance(answer, InputError):
+                yield answer
+            else:
+                yield InputError("is not an object", path=each.path, line=line)
     if outputs and len(files) == 1:
         raise InputError(
             "has the answers of a batch, not its prompts",
@@ -132,17 +138,35 @@ def _timed(chats: Iterator[Chat | str | InputError]) -> Iterator[tuple[int, Chat
 
 
 def _chats_of_file(file: TraceFile, answers: dict[str, Any]) -> Iterator[Chat | str | InputError]:
-    decoder = msgspec.json.Decoder()
-    for line, row in file.lines():
+    for line, row in _rows_in(file):
+        if isinstance(row, InputError):
+            yield row
+            continue
         try:
-            yield from chats_of(decoder.decode(row), file.place, line, answers)
+            yield from chats_of(row, file.place, line, answers)
         except InputError as error:
             yield InputError(error.what, path=file.path, line=line, field=error.field, hint=error.hint)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            what, field = parts_of(error)
-            yield InputError(what, path=file.path, line=line, field=field)
         except RecursionError:
             yield InputError("is nested too deeply", path=file.path, line=line)
+
+
+def _rows_in(file: TraceFile) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of a file with their lines; errors stand for malformed ones."""
+    decoder = msgspec.json.Decoder()
+    for line, data in file.lines():
+        try:
+            yield line, decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            yield line, _as_written(data) or InputError(parts_of(error)[0], path=file.path, line=line)
+        except RecursionError:
+            yield line, InputError("is nested too deeply", path=file.path, line=line)
+
+
+def _as_written(data: bytes) -> Any:
+    """Return a row that is JSON as programs write it, such as with a text that was cut; None if it is not JSON."""
+    with suppress(ValueError, RecursionError):
+        return decode_json(data)
+    return None
 
 
 class _Rows:

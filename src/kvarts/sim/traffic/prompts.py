@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvarts.base.errors import ConfigError, InputError, first_line
-from kvarts.base.files import reading
+from kvarts.base.files import read_text
 from kvarts.base.templates import Template
 from kvarts.core.content import UNIT_BYTES
 
@@ -156,8 +156,7 @@ class Prompts:
         named = "its own template"
         if chat_template is not None:
             path = Path(chat_template)
-            with reading(path):
-                source = path.read_text(encoding="utf-8")
+            source = read_text(path, hint="Check the path of the chat template.")
             named = path.name
         try:
             self.template = Template(source) if source else None

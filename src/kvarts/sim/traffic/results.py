@@ -23,7 +23,6 @@ not recorded; the longest output of the file is used.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -34,7 +33,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from kvarts.base.columns import percentile_rank
-from kvarts.base.errors import InputError, parts_of
+from kvarts.base.decoders import UNDECODED, decode_json
+from kvarts.base.errors import InputError, parts_of, problem_of
 from kvarts.base.units import to_ns
 from kvarts.sim.traffic.bounds import Count, DateNs, DateSeconds, Tokens
 from kvarts.sim.traffic.graph import NO_OUTPUT
@@ -535,8 +535,8 @@ def _read_evalscope(file: TraceFile, results: Results) -> None:
         try:
             itls = values["inter_token_latencies"]
             row = msgspec.convert(values | {"inter_token_latencies": itls and msgspec.json.decode(itls)}, _Eval)
-        except (msgspec.DecodeError, TypeError) as error:
-            what, field = parts_of(error) if isinstance(error, msgspec.ValidationError) else (str(error), None)
+        except (*UNDECODED, TypeError) as error:
+            what, field = parts_of(error)
             field = field or "inter_token_latencies"
             raise InputError(what, path=file.path, line=line, field=f"result.{field}") from error
         if not row.success:
@@ -695,11 +695,10 @@ def _decoded(
         raise InputError(what, path=file.path, line=line, field=field) from error
     except RecursionError:
         raise InputError("is nested too deeply", path=file.path, line=line) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        what = str(error)
+    except UNDECODED as error:
+        what = problem_of(error)
     try:
-        value = json.loads(data)  # rates and percentiles may be Infinity or NaN, which standard JSON lacks
-        return msgspec.convert(value, kind)
+        return msgspec.convert(decode_json(data), kind)  # rates and percentiles may be Infinity or NaN
     except msgspec.ValidationError as error:
         what, field = parts_of(error)
         raise InputError(what, path=file.path, line=line, field=field) from error

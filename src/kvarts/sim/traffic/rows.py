@@ -9,7 +9,6 @@ or `:ns`; without a unit, a time is a date, or a number whose unit is told by it
 from __future__ import annotations
 
 import csv
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +20,9 @@ from typing import Any
 
 import msgspec
 
+from kvarts.base.decoders import decode_json
 from kvarts.base.errors import ConfigError, InputError, did_you_mean, parts_of
-from kvarts.base.limits import MOST_COUNT, brief
+from kvarts.base.limits import MOST_COUNT, brief, whole_number
 from kvarts.base.units import to_ns
 from kvarts.core.content import pack_units
 from kvarts.sim.traffic.bounds import MOST_DATE_NS
@@ -47,7 +47,6 @@ __all__ = ["COLUMNS", "Omit", "Rows", "columns_in", "load_rows_of", "parse_colum
 UNITS_NS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
 COLUMNS = ("time", "input_tokens", "output_tokens", "cached_tokens", "session_id", "request_id", "hash_ids")
 """What a column can be named for."""
-MOST_DIGITS = 20
 MOST_RECORDS, MOST_NAMES, MOST_NAME = 20, 24, 40
 MISSING = "is missing"
 
@@ -208,8 +207,7 @@ def _count(value: Any, name: str, least: int) -> int:
     if type(value) is int and least <= value <= MOST_COUNT:
         return value
     if isinstance(value, str):
-        text = value.strip().removesuffix(".0")
-        number = int(text) if text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS else None
+        number = whole_number(value.strip().removesuffix(".0"))
     elif isinstance(value, float):
         number = int(value) if value == value // 1 else None
     if not isinstance(number, int) or isinstance(value, bool) or not least <= number <= MOST_COUNT:
@@ -223,7 +221,8 @@ def _time_ns(value: Any, name: str, unit: str) -> int:
         if value[4:5] == "-" and not unit:
             return date_ns(value, name)
         try:
-            number = int(value) if value.strip().isdecimal() and len(value) <= MOST_DIGITS else float(value)
+            whole = whole_number(value.strip())
+            number = float(value) if whole is None else whole
         except ValueError:
             if unit:
                 raise _no_time(value, name, unit) from None
@@ -380,8 +379,8 @@ def records_of(file: TraceFile) -> Iterator[tuple[int, dict[str, Any] | InputErr
             try:
                 yield line, decode(data)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                with suppress(ValueError, RecursionError):  # Python writes Infinity and NaN, which JSON lacks
-                    if isinstance(value := json.loads(data), dict):
+                with suppress(ValueError, RecursionError):
+                    if isinstance(value := decode_json(data), dict):
                         yield line, value
                         continue
                 what, field = parts_of(error)

@@ -388,11 +388,17 @@ class Retrying:
 
 
 class Delayed:
-    """A source whose requests reach an engine `delay_ns` after they were sent."""
+    """A source whose requests reach an engine `delay_ns` after they were sent.
 
-    def __init__(self, source: Source, delay_ns: int) -> None:
+    `is_closed`: a client sends the next request while the last tokens of the one before pass the front end, so that the
+    engine always has the stated number in flight. With a gap of constant length instead, requests that end within it
+    would be admitted together from then on.
+    """
+
+    def __init__(self, source: Source, delay_ns: int, *, is_closed: bool) -> None:
         self._source = source
         self._delay_ns = delay_ns
+        self._is_closed = is_closed
         self.is_reactive = source.is_reactive
         self.pop = source.pop
         self.done = source.done
@@ -402,7 +408,9 @@ class Delayed:
     def next_ns(self) -> int | None:
         """Return the time at which the next request reaches an engine."""
         next_ns = self._source.next_ns()
-        return None if next_ns is None else next_ns + self._delay_ns
+        if next_ns is None:
+            return None
+        return max(next_ns, self._delay_ns) if self._is_closed else next_ns + self._delay_ns
 
 
 def with_pauses(trace: Trace) -> Trace:
@@ -441,4 +449,4 @@ def source_of(
     source = OpenLoop(trace, speedup=speedup) if concurrency is None else ClosedLoop(trace, concurrency=concurrency)
     if retries:
         source = Retrying(source, most=retries, after_ns=retry_after_ns)
-    return Delayed(source, delay_ns) if delay_ns else source
+    return Delayed(source, delay_ns, is_closed=concurrency is not None) if delay_ns else source

@@ -42,6 +42,13 @@ class Trace:
     `knows_prefixes`: the trace records which prefixes prompts share; if not, no prompts share any.
     `left_out`: number of rows of the file that are not requests here, by reason. `warnings`: notes on how the file was
     read, which reports repeat.
+
+    >>> from kvarts import Trace, TraceRequest, load_trace
+    >>> len(list(load_trace("sample:mooncake")))
+    1000
+    >>> prompt = TraceRequest(0, arrival_ns=0, units=(range(600),), num_prompt_tokens=600, num_output_tokens=8)
+    >>> print(Trace([prompt], unit_tokens=1, name="mine"))
+    <Trace mine: 1 request...>
     """
 
     def __init__(

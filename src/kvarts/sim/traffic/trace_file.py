@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import msgspec
 
-from kvarts.base.errors import InputError
+from kvarts.base.decoders import UNDECODED, decode_json
+from kvarts.base.errors import InputError, problem_of
 from kvarts.base.files import place_of, reading, where_samples_are
 from kvarts.base.limits import LATEST_NS, brief
 from kvarts.core.content import pack_units
@@ -105,14 +106,13 @@ class TraceFile:
 
     def files(self) -> list[TraceFile]:
         """Return this file, or those of a directory that have the suffix of a trace, by name."""
-        if not self.is_directory:
-            return [self]
+        return list(self.walk()) if self.is_directory else [self]
+
+    def walk(self) -> Iterator[TraceFile]:
+        """Iterate over the files of a directory that have the suffix of a trace, by name, as they are found."""
         with reading(self.path):
-            return [
-                TraceFile(path)
-                for path in sorted(self.path.rglob("*"))
-                if path.name.endswith(SUFFIXES) and path.is_file()
-            ]
+            for path in _below(self.path):
+                yield TraceFile(path)
 
     def read(self) -> bytes:
         """Return the whole content."""
@@ -207,10 +207,8 @@ class TraceFile:
             return
         try:
             elements = msgspec.json.decode(data, type=list[msgspec.Raw])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"is not JSON: {error}", path=self.path, line=_line_of(error, data)) from error
-        except RecursionError:
-            raise InputError("is nested too deeply", path=self.path) from None
+        except UNDECODED as error:
+            raise InputError(f"is not JSON: {problem_of(error)}", path=self.path, line=_line_of(error, data)) from error
         for place, element in enumerate(elements, 1):
             yield place, bytes(element)
 
@@ -274,10 +272,8 @@ class TraceFile:
         what, line = "has no JSON object", None
         try:
             msgspec.json.decode(data)
-        except RecursionError:
-            what = "is nested too deeply"
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            what, line = f"is not JSON: {error}", _line_of(error, data)
+        except UNDECODED as error:
+            what, line = f"is not JSON: {problem_of(error)}", _line_of(error, data)
         return InputError(
             what, path=self.path, line=line, hint="`kvarts trace forms` lists the forms that can be read."
         )
@@ -368,6 +364,15 @@ class TraceFile:
             raise InputError(f"cannot be read: {error}", path=self.path) from error
 
 
+def _below(directory: Path) -> Iterator[Path]:
+    for path in sorted(directory.iterdir()):
+        if path.is_dir():
+            if not path.is_symlink():
+                yield from _below(path)
+        elif path.name.endswith(SUFFIXES) and path.is_file():
+            yield path
+
+
 def _lines_of(file: BinaryIO) -> Iterator[bytes]:
     """Yield the lines of `file` without their ends. Its own `readline` compares bytes one by one.
 
@@ -408,10 +413,8 @@ def _fields(data: bytes, *, is_filled: bool = False) -> frozenset[str] | None:
         return frozenset()
     except (msgspec.DecodeError, UnicodeDecodeError):
         pass
-    import json
-
     try:
-        value = json.loads(data)  # accepts NaN and Infinity, which Python writes but standard JSON lacks
+        value = decode_json(data)
     except (ValueError, RecursionError):
         return None
     return frozenset(name for name in value if not is_filled or value[name]) if isinstance(value, dict) else frozenset()

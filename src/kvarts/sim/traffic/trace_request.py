@@ -47,6 +47,10 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     A turn of a session (`session_id`) waits for the previous turn, and then for `delay_ns`; without a delay it arrives
     at its own time, or when the previous turn is done, whichever is later. `after`: requests it waits for instead of
     the previous turn, each with its own delay; a `delay_ns` of 0 then means that `arrival_ns` is ignored.
+
+    >>> from kvarts import TraceRequest
+    >>> TraceRequest(0, arrival_ns=0, units=(range(600),), num_prompt_tokens=600, num_output_tokens=8).num_prompt_tokens
+    600
     """
 
     row: int

@@ -91,6 +91,13 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     each session asks for one of these, in rotation after all groups; a name may occur more than once.
 
     Raises ConfigError for a value out of range.
+
+    >>> from kvarts import ReplayConfig, Workload, replay
+    >>> from kvarts.sim.traffic.workload import FixedLength
+    >>> lengths = {"new_tokens": FixedLength(100), "output_tokens": FixedLength(20)}
+    >>> chats = Workload(num_sessions=5, turns_per_session=4, **lengths)
+    >>> replay(chats, ReplayConfig(num_pages=500)).summary["num_completed"]
+    20
     """
 
     num_sessions: int

@@ -227,12 +227,6 @@ def test_the_pages_of_a_worker_are_reset_at_its_door_and_of_all_at_the_routers(f
     assert not any(fleet.metric(worker, "kvarts:pages", state="cached") for worker in range(4))
 
 
-def test_sleep_evicts_the_pages_of_all_workers(fleet: RunningFleet) -> None:
-    complete(fleet.url), complete(fleet.urls[1])
-    assert call(fleet.url, "/sleep", {}).status == call(fleet.url, "/wake_up", {}).status == 200
-    assert not any(fleet.metric(worker, "kvarts:pages", state="cached") for worker in range(4))
-
-
 def test_a_request_is_let_in_while_another_worker_computes() -> None:
     pools = (small_pool("mixed", 2, step_ms=1000.0),)
     with RunningFleet(FleetConfig(pools=pools)) as fleet:

@@ -52,7 +52,7 @@ async def both(
     )
     opened = open_beside(sessions, Door() if door is None else door, model="mock")
     server = OpenAIServer(opened.app, opened.models, Address(port=0))
-    over_grpc = SessionServer(sessions, Binding(address="127.0.0.1:0"))
+    over_grpc = SessionServer(sessions, Binding())
     await server.start()
     try:
         yield Both(sessions, server.url, await over_grpc.start(), opened.served)

@@ -6,7 +6,6 @@ import asyncio
 import random
 import re
 import signal
-import socket
 import threading
 from collections.abc import Callable
 
@@ -28,6 +27,7 @@ from builders.http_client import call
 from builders.kv_event_client import open_client
 from builders.kv_events import Consumed
 from builders.parity import HeardBy
+from builders.ports import free_ports
 from oracles.naive_kv_events import NaiveConsumer
 
 Run = Callable[..., int]
@@ -69,25 +69,12 @@ def test_a_consumer_of_each_model_holds_what_that_model_holds(has_host: bool) ->
     assert all(each.num_compared > 20 for each in consumed.values())
 
 
-def two_free_ports() -> int:
-    """A port that is free, and the next one as well."""
-    while True:
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            port = int(one.getsockname()[1])
-            try:
-                other.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
-            return port
-
-
 MODELS = ("--model", "chat=llama-3.1-8b", "--model", "code=qwen3-8b", "--device", "h100-80gb")
 
 
 @pytest.mark.parametrize("topic", ["", "kv@pod@{model}"])
 def test_each_model_is_told_at_the_next_port(topic: str) -> None:
-    port, replay = two_free_ports(), two_free_ports()
+    port, replay = free_ports(2), free_ports(2)
     command = ["mock", *MODELS, "--port", "0", "--page-size", "4", "--speedup", "1000"]
     command += ["--kv-events", f"tcp://127.0.0.1:{port}", "--set", f"kv_events_topic={topic}"]
     command += ["--kv-events-replay", f"tcp://127.0.0.1:{replay}"]
@@ -128,7 +115,7 @@ def test_each_model_is_told_at_the_next_port(topic: str) -> None:
 
 
 def test_ports_that_two_models_would_have_are_refused(run_command: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    port = two_free_ports()
+    port = free_ports(2)
     events = ("--kv-events", f"tcp://127.0.0.1:{port}", "--kv-events-replay", f"tcp://127.0.0.1:{port + 1}")
     assert run_command("mock", *MODELS, *events, "--port", "0") == 2
     said = capsys.readouterr().err
@@ -144,7 +131,7 @@ def test_ports_that_two_models_would_have_are_refused(run_command: Run, capsys: 
     ],
 )
 def test_endpoints_of_models(endpoint: str, told: str) -> None:
-    config = KvEventsConfig(endpoint=endpoint, replay_endpoint=endpoint, insecure=2)
+    config = KvEventsConfig(endpoint=endpoint, replay_endpoint=endpoint, insecure=True)
     assert config.for_model("chat", 0) == config
     of_second = config.for_model("code", 1)
     assert (of_second.endpoint, of_second.replay_endpoint) == (told, told)

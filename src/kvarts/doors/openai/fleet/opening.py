@@ -16,13 +16,15 @@ from typing import Any
 import msgspec
 
 from kvarts.base.decoders import convert
-from kvarts.base.limits import MOST_PAGES
+from kvarts.base.errors import problem_of
+from kvarts.base.limits import MOST_PAGES, whole_number
 from kvarts.core.config import EngineConfig
 from kvarts.core.event_log import EventReader
 from kvarts.core.executor import no_rotation
 from kvarts.doors.openai.answer import Choice
 from kvarts.doors.openai.errors import ApiError
-from kvarts.doors.openai.fleet.paced import FleetClock, FleetMeter, FleetRecorder, Foreseen, PacedFleet, WorkerMeters
+from kvarts.doors.openai.fleet.paced import FleetClock, FleetMeter, FleetRecorder, PacedFleet, WorkerMeters
+from kvarts.doors.openai.foreseen import Foreseen
 from kvarts.doors.openai.meter import GoneEngines, Meter
 from kvarts.doors.openai.opening import Door, MockSettings, Opened, meter_of, mock_facts, mock_limits, open_app
 from kvarts.doors.openai.prompts import WordText
@@ -143,10 +145,11 @@ class KvTransfers:
 
     def _fetched(self, params: KvTransferParams) -> int | None:
         """Return the request whose pages are named; None if no worker of this fleet holds them."""
-        name, _, number = str(params.remote_request_id).rpartition("-")
-        if not (number.isascii() and number.isdecimal() and len(number) <= 18):
+        name, _, text = str(params.remote_request_id).rpartition("-")
+        number = whole_number(text)
+        if number is None:
             return None
-        holder = self._fleet.fleet.holder(int(number))
+        holder = self._fleet.fleet.holder(number)
         if holder is None or (holder.decode.request_id or "") != name:
             return None
         is_there = params.remote_engine_id == engine_id_of(self._seed, holder.source)
@@ -206,7 +209,7 @@ def _params_of(ask: Ask) -> KvTransferParams:
     try:
         return convert(ask.kv_transfer_params or {}, KvTransferParams)
     except msgspec.ValidationError as error:
-        raise ApiError(400, str(error), param=PARAM) from error
+        raise ApiError(400, problem_of(error), param=PARAM) from error
 
 
 class OpenedWorker(msgspec.Struct, frozen=True):

@@ -4,170 +4,32 @@ All workers are in one thread: it waits for the next thing that happens to any o
 
 Arrivals can be recorded: as a trace that `kvarts replay` reads, with the same fleet.
 
-The tokens of answers are drawn when a request arrives, the same as MockExecutor draws step by step: the workers of a
-fleet are those of a replay, which know the tokens of each answer from the beginning.
+The tokens of answers are drawn when a request arrives (`Foreseen`), as the workers of a fleet are those of a replay.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Collection, Sequence
-from math import log
+from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
 from kvarts.base.clock import PacedClock, WallClock
 from kvarts.core.engine import Engine
 from kvarts.core.request import Request
-from kvarts.core.sampling import Logprobs, SamplingParams
 from kvarts.core.sched.policy import NEVER_NS
 from kvarts.doors.openai.answer import Choice
+from kvarts.doors.openai.foreseen import Foreseen
 from kvarts.doors.openai.meter import GoneEngines, Meter
 from kvarts.doors.openai.recordings import ArrivalRecorder
-from kvarts.doors.openai.words import NUM_WORDS, vary_words
 from kvarts.run.llm_engine import RequestFailedError
-from kvarts.run.mock import even_logprobs, next_token, seed_of
-from kvarts.run.text import Completion, Generation
+from kvarts.run.text import Completion
 from kvarts.sim.fleet.handoff import Handoff
 from kvarts.sim.fleet.live import LiveFleet
 from kvarts.sim.fleet.worker import Worker
 from kvarts.sim.traffic.logs import RecordedRow
 from kvarts.sim.traffic.trace_request import DirectRequest
 
-__all__ = ["FleetClock", "FleetMeter", "FleetRecorder", "Foreseen", "PacedFleet", "WorkerMeters"]
-
-
-class _Answer:
-    """The tokens of one request. `generation` receives them as they become due."""
-
-    def __init__(self, params: SamplingParams, ends: frozenset[int], num_prompt: int) -> None:
-        self.params = params
-        self.ends = ends
-        self.generation: Generation | None = None
-        self.tokens: list[int] = []
-        self.is_stopped = False
-        """Whether its last token ends it by its id."""
-        self.logprobs = Logprobs([], [])
-        self.num_prompt = num_prompt
-
-
-class Foreseen:
-    """A SamplingState, and Generations, whose tokens are known from the beginning. Owner of the answers under way."""
-
-    def __init__(self, *, seed: int) -> None:
-        self._seed = seed
-        self._answers: dict[int, _Answer] = {}
-
-    # Sampling ---------------------------------------------------------------------------------------------
-
-    def add(
-        self, request_index: int, params: SamplingParams, prompt: Sequence[int], stop_ids: Collection[int] = ()
-    ) -> None:
-        """Register a request; a token in `stop_ids` ends it."""
-        ends = frozenset(stop_ids) | frozenset(params.stop_token_ids)
-        self._answers[request_index] = _Answer(params, ends, len(prompt))
-
-    def drop(self, request_index: int) -> None:
-        """Remove a request, if it was added."""
-        self._answers.pop(request_index, None)
-
-    def logprobs(self, request_index: int) -> Logprobs:
-        """Return the log-probabilities of all of its tokens, if it asked for them."""
-        answer = self._answers.get(request_index)
-        return Logprobs() if answer is None else answer.logprobs
-
-    def prompt_logprobs(self, request_index: int) -> Logprobs | None:
-        """Return those of its prompt, if it asked for them: equal for all tokens, None for the first."""
-        answer = self._answers.get(request_index)
-        if answer is None or answer.params.prompt_logprobs is None:
-            return None
-        count = answer.num_prompt
-        values = [None, *[-log(NUM_WORDS)] * (count - 1)]
-        return Logprobs(values, [()] * count, [0, *[1] * (count - 1)])
-
-    def error(self, request_index: int) -> None:
-        """Return None: a mock's sampling does not fail."""
-
-    def of_generations(self) -> _Generations:
-        """Return the generations of the same requests."""
-        return _Generations(self._answers)
-
-    # Tokens -----------------------------------------------------------------------------------------------
-
-    def draw(self, request: Request, *, is_known: bool) -> None:
-        """Draw the tokens of `request`, up to its end, which becomes its `max_tokens`.
-
-        `is_known`: requests may hit the pages of its tokens.
-        """
-        answer = self._answers[request.index]
-        params, generation = answer.params, answer.generation
-        assert generation is not None
-        tokens = answer.tokens
-        shadow = generation.anew() if params.stop else None
-        forced = params.forced_tokens or ()
-        seed, position = seed_of(self._seed, params.seed), request.num_prompt_tokens - 1
-        token = int(request.content.tokens(position, position + 1).tolist()[0])
-        for number in range(request.max_tokens):
-            if number < len(forced):
-                token = forced[number]
-            else:
-                drawn = next_token(token, position + number, seed=seed, vocab_size=NUM_WORDS)
-                token = drawn if token < NUM_WORDS else _varied(token, drawn)
-            tokens.append(token)
-            answer.is_stopped = token in answer.ends and number >= params.min_tokens
-            if answer.is_stopped or (shadow is not None and shadow.take(token)):
-                break
-        request.max_tokens = len(tokens)
-        if params.logprobs:
-            tops = [even_logprobs(token, params.top_logprobs, NUM_WORDS) for token in tokens]
-            answer.logprobs = Logprobs([-log(NUM_WORDS)] * len(tokens), tops)
-        if is_known:
-            request.content.append(array("Q", tokens).tobytes())
-
-    def give(self, request_index: int, num_tokens: int) -> None:
-        """Let a request have its first `num_tokens` tokens."""
-        answer = self._answers.get(request_index)
-        if answer is None or answer.generation is None:
-            return
-        generation, tokens = answer.generation, answer.tokens
-        for number in range(len(generation.tokens), num_tokens):
-            is_last = number == len(tokens) - 1
-            generation.take(tokens[number], is_end=is_last and answer.is_stopped)
-
-    def fail(self, request_index: int, error: Exception) -> None:
-        """End a request with an error: no worker is up that could answer it."""
-        answer = self._answers.get(request_index)
-        if answer is not None and answer.generation is not None:
-            answer.generation.fail(error, is_outage=True)
-
-
-def _varied(before: int, drawn: int) -> int:
-    return int(vary_words(np.array([before], np.uint64), np.array([drawn], np.uint64))[0])
-
-
-class _Generations:
-    """The generations under way."""
-
-    def __init__(self, answers: dict[int, _Answer]) -> None:
-        self._answers = answers
-
-    def add(self, generation: Generation) -> None:
-        """Register a request that was added to the sampling state."""
-        self._answers[generation.request.index].generation = generation
-
-    def get(self, request_index: int) -> Generation | None:
-        """Return an active request; None if the index is not active."""
-        answer = self._answers.get(request_index)
-        return None if answer is None else answer.generation
-
-    def drop(self, request_index: int) -> Generation | None:
-        """Remove the generation of a request, and return it; None if it was not added."""
-        answer = self._answers.get(request_index)
-        if answer is None:
-            return None
-        generation, answer.generation = answer.generation, None
-        return generation
+__all__ = ["FleetClock", "FleetMeter", "FleetRecorder", "PacedFleet", "WorkerMeters"]
 
 
 MOST_IDLE_S = 1.0

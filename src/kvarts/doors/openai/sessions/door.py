@@ -108,7 +108,6 @@ class SessionsDoor:
             A task may be cancelled before it has begun.
             """
             if not choice.is_over:
-                self._served.meter.num_aborted += 1
                 generation.finish("cancelled")
                 with suppress(Gone):
                     choice.end(generation.completion())

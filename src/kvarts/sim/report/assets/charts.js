@@ -100,6 +100,8 @@ const kvarts = (() => {
     return ticks.map((value) => (isNone(value) ? "" : tidy(value / size) + " " + name));
   };
   const linear = (unit) => (unit === "ms" ? { values: timeText, incrs: TIME_STEPS, space: 56 } : { values: tickText(unit) });
+  // Texts of an x axis stand side by side.
+  const below = (unit) => ({ space: 50 + 6 * (unit || "").length, ...linear(unit) });
   const powers = (digits) => Array.from({ length: 30 }, (_, index) => digits.map((digit) => digit * 10 ** (index - 9))).flat();
   const TENS = powers([1]), FINE = powers([1, 2, 5]);
   // `place`: of a value, in pixels; `room`: that a label takes.
@@ -172,7 +174,8 @@ const kvarts = (() => {
       const fits = ([at, middle]) => at >= bbox.left && at + size <= bbox.left + bbox.width &&
         middle - tall / 2 >= bbox.top && middle + tall / 2 <= bbox.top + bbox.height &&
         taken.every(([a, m, s]) => at + size < a || at > a + s || Math.abs(middle - m) >= tall);
-      const [at, middle] = tries.find(fits) || tries[0];
+      const [first, middle] = tries.find(fits) || tries[0];
+      const at = Math.max(bbox.left, Math.min(first, bbox.left + bbox.width - size)); // over a point rather than cut
       taken.push([at, middle, size]);
       ctx.fillStyle = colour("ground");
       ctx.fillRect(at, middle - tall / 2, size, tall);
@@ -283,6 +286,6 @@ const kvarts = (() => {
   };
 
   return { data, drawn, colour, COLOURS, make, note, head, isNone, count, tidy, short, duration, say, tickText, largest,
-    ends, axis, left, logTicks, TIME_STEPS, timeText, linear, logarithmic, widened, fromZero, draw, line, along, label, dot, upright, table, pairs,
+    ends, axis, left, logTicks, TIME_STEPS, timeText, linear, below, logarithmic, widened, fromZero, draw, line, along, label, dot, upright, table, pairs,
     choice, pick, column, finish };
 })();

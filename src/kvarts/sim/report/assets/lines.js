@@ -1,7 +1,7 @@
 "use strict";
 // A table and charts of lines. A line without values is left out, and so is a chart without lines.
 (() => {
-  const { data, colour, make, head, say, axis, left, linear, fromZero, ends, isNone, draw, line, along, table, finish } = kvarts;
+  const { data, colour, make, head, say, axis, left, linear, below, fromZero, ends, isNone, draw, line, along, table, finish } = kvarts;
   head(data);
   table(document.getElementById("rows"), data.heads, data.rows);
   const dots = (name) => ({ paths: () => null, points: { show: true, size: 4, fill: () => colour(name) } });
@@ -25,7 +25,7 @@
     draw(parent, "", 260, [along(x, say(xUnit), ends(at).map(say(xUnit)).join(" to ")),
       ...shown.map(({ label, colour: of, values, style }) => line(label, of, values, { form: say(yUnit), ...styles[style](of) }))],
     [at, ...shown.map(({ values }) => values)], {
-      axes: [axis(x, linear(xUnit)), left(y, linear(yUnit))],
+      axes: [axis(x, below(xUnit)), left(y, linear(yUnit))],
       scales: { x: { time: false }, y: { range: isNear ? near : fromZero } },
     });
   }

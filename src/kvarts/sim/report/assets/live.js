@@ -1,6 +1,7 @@
 "use strict";
 const HUES = ["#0072b2", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d3b", "#6a51a3", "#b2182b"];
-const COLUMNS = 96, ROWS = 12, WINDOW_S = 600;
+const COLUMNS = 96, ROWS = 12, WINDOW_S = 600, LINES = ["--main", "--second"];
+const LEFT = 44, BELOW = 18, ABOVE = 6;  /* room of the axes, in pixels of the page */
 const engines = new Map();
 let key = "";
 const $ = id => document.getElementById(id);
@@ -23,18 +24,23 @@ function card(engine) {
   it.below = element(section, "div");
   it.notes = element(section, "div", undefined, "note");
   const charts = element(section, "div", undefined, "charts");
-  const chart = (title, lines, unit) => {
-    const box = element(charts, "div");
-    return { title, lines, unit, head: element(box, "h3"), canvas: element(box, "canvas", undefined, "chart") };
+  const chart = (title, unit, lines) => {
+    const box = element(charts, "div"), head = element(box, "h3", unit ? `${title}, ${unit}` : title);
+    const told = Object.keys(lines).map((name, place) => {
+      element(head, "span", undefined, "key").style.setProperty("background", `var(${LINES[place]})`);
+      return element(head, "span", name, "line");
+    });
+    return { names: Object.keys(lines), lines: Object.values(lines), told, canvas: element(box, "canvas", undefined, "chart") };
   };
   it.charts = [
-    chart("KV in use, with cached", [row => row[1], row => row[1] === null ? null : row[1] + (row[2] ?? 0)], ""),
-    chart("Running, waiting", [row => row[3], row => row[4]], ""),
-    chart("Prefix hits", [row => row[5] ? 100 * row[6] / row[5] : null], " %"),
-    chart("Tokens generated per second", [row => row[7]], ""),
-    chart("TTFT: median, p99", [row => row[9] && row[9][0], row => row[9] && row[9][1]], " ms"),
-    chart("ITL: median, p99", [row => row[10] && row[10][0], row => row[10] && row[10][1]], " ms"),
-    chart("Preemptions", [row => row[8]], ""),
+    chart("KV", engine.memories[0].unit,
+          { "in use": row => row[1], "with cached": row => row[1] === null ? null : row[1] + (row[2] ?? 0) }),
+    chart("Requests", "", { running: row => row[3], waiting: row => row[4] }),
+    chart("Prefix hits", "%", { "of prompt tokens": row => row[5] ? 100 * row[6] / row[5] : null }),
+    chart("Tokens per second", "", { generated: row => row[7] }),
+    chart("TTFT", "ms", { median: row => row[9] && row[9][0], p99: row => row[9] && row[9][1] }),
+    chart("ITL", "ms", { median: row => row[10] && row[10][0], p99: row => row[10] && row[10][1] }),
+    chart("Preemptions", "", { "each second": row => row[8] }),
   ];
   const scroll = element(section, "div", undefined, "scroll");
   it.table = element(scroll, "table");
@@ -88,23 +94,57 @@ function drawCells(it, engine) {
   element(it.legend, "span", ` of ${number(device.total)} ${device.unit}`);
 }
 
+const shown = value => value === undefined ? "–" : Number.isInteger(value) || value >= 100 ? number(value) : value.toFixed(value < 10 ? 1 : 0);
+const short = value => value.toLocaleString("en", { notation: "compact", maximumFractionDigits: value < 10 ? 2 : 1 });
+const ago = seconds => !seconds ? "now" : seconds < 60 ? `−${seconds} s` : `−${seconds / 60} min`;
+
+/* The distance of at most three lines up to `most`: 1, 2 or 5 times a power of ten. */
+function stepTo(most) {
+  const power = 10 ** Math.floor(Math.log10(most / 3));
+  return [1, 2, 5, 10].map(times => times * power).find(step => step >= most / 3 * 0.999);
+}
+
+/* Draw lines and labels of both axes; return where times and values are. */
+function drawAxes(pen, wide, high, scale, first, span, top, now) {
+  const left = LEFT * scale, bottom = high - BELOW * scale, above = ABOVE * scale;
+  const x = time => left + (time - first) / span * (wide - left), y = value => bottom - value / top * (bottom - above);
+  pen.font = `${11 * scale}px system-ui, sans-serif`;
+  pen.fillStyle = colour("--faint");
+  pen.strokeStyle = colour("--line");
+  pen.lineWidth = scale;
+  pen.textAlign = "right";
+  pen.textBaseline = "middle";
+  for (let value = 0, step = stepTo(top); value <= top * 1.001; value += step) {
+    pen.beginPath(); pen.moveTo(left, y(value)); pen.lineTo(wide, y(value)); pen.stroke();
+    pen.fillText(short(value), left - 5 * scale, y(value));
+  }
+  pen.textBaseline = "top";
+  const every = [10, 30, 60, 120, 300].find(step => span / step <= 4) ?? 600;
+  for (let before = 0; now - before >= first; before += every) {
+    pen.textAlign = before ? "center" : "right";
+    if (x(now - before) > left + 20 * scale) pen.fillText(ago(before), x(now - before), bottom + 4 * scale);
+  }
+  return [x, y];
+}
+
 function drawChart(chart, rows, now, most) {
   const [pen, wide, high, scale] = sized(chart.canvas);
   const first = Math.max(0, now - WINDOW_S), span = Math.max(30, now - first);
   const values = chart.lines.map(line => rows.map(line));
-  const top = most || Math.max(1e-9, ...values.flat().filter(value => value !== null && value !== undefined)) * 1.05;
-  const told = values.map(line => line.findLast(value => value !== null && value !== undefined));
-  const shown = value => value === undefined ? "–" : Number.isInteger(value) || value >= 100 ? number(value) : value.toFixed(value < 10 ? 1 : 0);
-  chart.head.textContent = `${chart.title}: ${told.map(shown).join(", ")}${chart.unit}`;
+  const top = most || Math.max(1, ...values.flat().filter(value => value !== null && value !== undefined)) * 1.05;
   values.forEach((line, place) => {
-    pen.strokeStyle = colour(place ? "--second" : "--main");
+    chart.told[place].textContent = `${chart.names[place]} ${shown(line.findLast(value => value !== null && value !== undefined))}`;
+  });
+  const [xOf, yOf] = drawAxes(pen, wide, high, scale, first, span, top, now);
+  values.forEach((line, place) => {
+    pen.strokeStyle = colour(LINES[place]);
     pen.lineWidth = 1.5 * scale;
     pen.beginPath();
     let isOn = false;
     rows.forEach((row, index) => {
       const value = line[index];
       if (value === null || value === undefined) { isOn = false; return; }
-      const x = (row[0] - first) / span * wide, y = high - 2 - value / top * (high - 6);
+      const x = xOf(row[0]), y = yOf(value);
       if (isOn) pen.lineTo(x, y); else { pen.moveTo(x, y); pen.lineTo(x + scale, y); }
       isOn = true;
     });

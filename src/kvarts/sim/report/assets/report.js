@@ -188,19 +188,19 @@
     } else note(hits, part.no_journal);
     for (const text of part.notes) note(hits, "Note: " + text + ".");
 
-    const working = section("working-set", "Working set against pool");
-    if (part.working_set) {
-      const { pages, pool } = part.working_set;
+    const distinct = section("distinct-pages", "Distinct pages and the pool");
+    if (part.distinct) {
+      const { pages, pool } = part.distinct;
       if (pages <= pool)
-        note(working, `Everything fits: all that is ever used takes ${count(pages)} pages, ${share(pages, pool)} of the pool of ${count(pool)}.`);
+        note(distinct, `Everything fits: all that is ever used takes ${count(pages)} pages, ${share(pages, pool)} of the pool of ${count(pool)}.`);
       else {
-        bar(working, [["working set", pages, "violet"]], pages);
-        bar(working, [["pool", pool, "blue"]], pages);
-        keyed(working, ["", ">pages", ">of the pool"],
+        bar(distinct, [["distinct pages", pages, "violet"]], pages);
+        bar(distinct, [["pool", pool, "blue"]], pages);
+        keyed(distinct, ["", ">pages", ">of the pool"],
           [["all that is ever used, held at once", pages, "violet"], ["the pool", pool, "blue"]], pool);
-        note(working, `The working set is ${tidy(pages / pool)} times the pool.`);
+        note(distinct, `There are ${tidy(pages / pool)} times as many distinct pages as the pool has.`);
       }
-    } else note(working, "Unknown: the trace was read as a stream, or the run has no trace.");
+    } else note(distinct, "Unknown: the trace was read as a stream, or the run has no trace.");
 
     const waits = section("waits", "The longest waits, each of another cause or another time");
     if (part.waits) {

@@ -1,0 +1,231 @@
+"""Settings of the engine `sglang`, by SGLang's names, and the rules that they are for the scheduler."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal, get_args
+
+import msgspec
+
+from kvarts.base.decoders import UNDECODED
+from kvarts.base.limits import brief, check_number, check_whole
+from kvarts.base.settings import SettingError, setting
+from kvarts.core.config import BatchRules, EngineConfig, QueueOrder, RadixEviction, WritePolicy
+
+__all__ = ["SGLANG_NAMES", "SglangSettings"]
+
+MOST_CONSERVATIVENESS: Final = 1e6
+MOST_RATIO: Final = 1e6
+MOST_GB: Final = 1e6
+MOST_PRIORITY: Final = 1 << 63
+NUMBERS_OF_EVICTION: Final[dict[RadixEviction, tuple[str, ...]]] = {
+    "slru": ("protected_threshold",),
+    "tlru": ("threshold", "next_prompt_estimate"),
+}
+"""The numbers that orders of eviction take."""
+
+
+class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An engine with the settings of SGLang's scheduler, which have an effect with the engine `sglang` only."""
+
+    disable_overlap_schedule: Annotated[
+        bool,
+        setting("With the engine sglang: take the results of a step before the next one is planned."),
+    ] = False
+    max_prefill_tokens: Annotated[
+        int,
+        setting(
+            "With the engine sglang: tokens of prompts after which a step admits no further one.",
+            metavar="TOKENS",
+            default="16384",
+        ),
+    ] = 0
+    schedule_conservativeness: Annotated[
+        float | None,
+        setting(
+            "With the engine sglang: promise running requests 0.7 times this of the tokens that they may generate, and "
+            "less with each step, as requests may end before. Without, they are promised all, as with ignore_eos.",
+            metavar="X",
+        ),
+    ] = None
+    schedule_policy: Annotated[
+        QueueOrder,
+        setting(
+            "With the engine sglang: fcfs, first come, first served; lpm, the longest prefix in the cache first, if at "
+            "most 128 requests wait; dfs-weight, by a walk through the cache, first to what most requests find."
+        ),
+    ] = "fcfs"
+    radix_eviction_policy: Annotated[
+        RadixEviction,
+        setting(
+            "With the engine sglang: what the cache evicts first. lru: the least recent; lfu: what the fewest requests "
+            "have used; slru: what fewer than two have used; priority: prompts and answers of the lowest priority; "
+            "tlru: ends of conversations that a TTFT does not need, then the least recent."
+        ),
+    ] = "lru"
+    radix_eviction_policy_config: Annotated[
+        str,
+        setting(
+            "With the engine sglang: numbers of radix_eviction_policy, as a JSON object. slru: protected_threshold; "
+            "tlru: threshold and next_prompt_estimate, in tokens.",
+            metavar="JSON",
+        ),
+    ] = ""
+    hicache_ratio: Annotated[
+        float,
+        setting(
+            "With the engine sglang: host memory below the tree, as a multiple of the device's, and a page; 0: none.",
+            metavar="RATIO",
+        ),
+    ] = 0.0
+    hicache_size: Annotated[
+        float,
+        setting("With the engine sglang: host memory below the tree, in billions of bytes, and a page.", metavar="GB"),
+    ] = 0.0
+    hicache_write_policy: Annotated[
+        WritePolicy,
+        setting(
+            "With the engine sglang and host memory: copy to it what is computed, what is used a second time "
+            "(write_through_selective), or what the device evicts (write_back)."
+        ),
+    ] = "write_through"
+    enable_priority_scheduling: Annotated[
+        bool,
+        setting(
+            "With the engine sglang: requests of larger priorities come first, and preempt running ones whose priority "
+            "is lower by more than priority_scheduling_preemption_threshold."
+        ),
+    ] = False
+    schedule_low_priority_values_first: Annotated[
+        bool, setting("With enable_priority_scheduling: requests of lower priorities come first.")
+    ] = False
+    disable_priority_preemption: Annotated[
+        bool, setting("With enable_priority_scheduling: running requests are not preempted.")
+    ] = False
+    priority_scheduling_preemption_threshold: Annotated[
+        int,
+        setting("With enable_priority_scheduling: the difference that does not suffice to preempt.", metavar="N"),
+    ] = 10
+    retraction_policy: Annotated[
+        Literal["length", "priority"],
+        setting(
+            "With enable_priority_scheduling: whom decodes retract first if they lack memory. length: those with the "
+            "fewest generated tokens; priority: the least important."
+        ),
+    ] = "length"
+
+    def batch_rules(self) -> BatchRules:
+        """Return the rules of the scheduler."""
+        return BatchRules(
+            overlaps=not self.disable_overlap_schedule,
+            max_prefill_tokens=self.max_prefill_tokens or BatchRules().max_prefill_tokens,
+            ignores_eos=self.schedule_conservativeness is None,
+            conservativeness=1.0 if self.schedule_conservativeness is None else self.schedule_conservativeness,
+            policy=self.schedule_policy,
+            eviction=self.radix_eviction_policy,
+            eviction_config=self._eviction_config(),
+            has_priorities=self.enable_priority_scheduling,
+            low_first=self.schedule_low_priority_values_first,
+            preempts=self.enable_priority_scheduling and not self.disable_priority_preemption,
+            threshold=self.priority_scheduling_preemption_threshold,
+            retracts_by_priority=self.retraction_policy == "priority",
+        )
+
+    def given_of_sglang(self) -> list[str]:
+        """Return the names of SGLang's settings that do not have their default."""
+        return [field.name for field in _FIELDS if getattr(self, field.name) != field.default]
+
+    def check_batches(self, *, is_sglang: bool) -> None:
+        """Raise SettingError for a value that is not valid, or has no effect without another setting."""
+        check_whole(self.max_prefill_tokens, "max_prefill_tokens", least=0)
+        check_whole(
+            self.priority_scheduling_preemption_threshold,
+            "priority_scheduling_preemption_threshold",
+            least=-MOST_PRIORITY,
+            most=MOST_PRIORITY,
+        )
+        if self.schedule_conservativeness is not None:
+            check_number(self.schedule_conservativeness, "schedule_conservativeness", most=MOST_CONSERVATIVENESS)
+        check_number(self.hicache_ratio, "hicache_ratio", most=MOST_RATIO)
+        check_number(self.hicache_size, "hicache_size", most=MOST_GB)
+        for name, values in _CHOICES.items():
+            if (value := getattr(self, name)) not in values:
+                raise SettingError(f"must be one of {', '.join(values)}, got {value!r}", name)
+        given = self.given_of_sglang()
+        if given and not is_sglang:
+            raise SettingError("has no effect without {engine} sglang", given[0], hint="Leave it out.")
+        if not self.enable_priority_scheduling:
+            for name in _OF_PRIORITIES:
+                if name in given:
+                    raise SettingError(
+                        "has no effect without {enable_priority_scheduling}",
+                        name,
+                        hint="Give {enable_priority_scheduling}, or leave it out.",
+                    )
+        elif self.schedule_policy != "fcfs":
+            raise SettingError("does not go with {schedule_policy} other than fcfs", "enable_priority_scheduling")
+        numbers = self._eviction_config()
+        if self.radix_eviction_policy == "tlru":
+            threshold, estimate = numbers.get("threshold", 0), numbers.get("next_prompt_estimate", 0)
+            if threshold <= estimate:
+                raise SettingError(
+                    f"needs a threshold above next_prompt_estimate, got {threshold} and {estimate}",
+                    "radix_eviction_policy_config",
+                    hint='Give {radix_eviction_policy_config} as \'{"threshold": 4096, "next_prompt_estimate": 512}\'.',
+                )
+
+    @property
+    def given_host_sizes(self) -> list[str]:
+        """The settings that give host memory below the tree."""
+        return [name for name in ("hicache_ratio", "hicache_size") if getattr(self, name)]
+
+    def check_host(self) -> None:
+        """Raise SettingError for a setting that does not go with host memory below the tree."""
+        others = {
+            "radix_eviction_policy": ("lru", "other orders of eviction above host memory are not modelled"),
+            "enable_priority_scheduling": (False, "preemption above host memory is not modelled"),
+        }
+        for name, (default, why) in others.items():
+            if getattr(self, name) != default:
+                raise SettingError(f"does not go with host memory: {why}", name, hint="Leave it out.")
+        if self.schedule_policy == "dfs-weight":
+            raise SettingError(
+                "does not go with host memory: dfs-weight above it is not modelled",
+                "schedule_policy",
+                hint="Give {schedule_policy} fcfs or lpm.",
+            )
+
+    def _eviction_config(self) -> dict[str, int]:
+        name = "radix_eviction_policy_config"
+        text = self.radix_eviction_policy_config
+        try:
+            numbers = msgspec.json.decode(text or "{}", type=dict[str, _Number])
+        except UNDECODED:
+            raise SettingError(f"must be a JSON object of whole numbers, got {brief(text)}", name) from None
+        known = NUMBERS_OF_EVICTION.get(self.radix_eviction_policy, ())
+        for key in numbers:
+            if key not in known:
+                names = f"it takes {' and '.join(known)}" if known else "it takes none"
+                raise SettingError(f"has {brief(key)}, which {self.radix_eviction_policy} does not know: {names}", name)
+        return numbers
+
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+_FIELDS: Final = tuple(
+    field
+    for field in msgspec.structs.fields(SglangSettings)
+    if field.name not in {inherited.name for inherited in msgspec.structs.fields(EngineConfig)}
+)
+SGLANG_NAMES: Final = frozenset(field.name for field in _FIELDS)
+"""The names of these settings."""
+_OF_PRIORITIES: Final = (
+    "schedule_low_priority_values_first",
+    "disable_priority_preemption",
+    "priority_scheduling_preemption_threshold",
+    "retraction_policy",
+)
+_CHOICES: Final[dict[str, tuple[str, ...]]] = {
+    "schedule_policy": get_args(QueueOrder),
+    "radix_eviction_policy": get_args(RadixEviction),
+    "retraction_policy": ("length", "priority"),
+    "hicache_write_policy": get_args(WritePolicy),
+}

@@ -1,0 +1,58 @@
+"""`kvarts mock` of models that start as vLLM: the length for which it plans, and why a mock does not start so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvarts.base.errors import ConfigError
+from kvarts.base.settings import given_by_keywords
+from kvarts.cli.mock import engine_of_mock
+from kvarts.cli.replaying import all_sections
+
+GEMMA = {"model": "gemma-4-31b", "device": "h100-80gb"}
+TWO = {"model": "gemma-4-31b", "device": "h200", "tensor_parallel": 2}
+
+
+@pytest.mark.parametrize(
+    ("given", "max_model_len", "is_started", "words"),
+    [
+        (GEMMA, 15_000, True, ""),
+        (GEMMA, None, False, "not as vLLM 0.33 starts: engine does not start on h100-80gb: To serve at least one"),
+        (GEMMA, 20_000, False, "To serve at least one request with the model's max seq len (20000)"),
+        (GEMMA | {"page_size": 16}, 15_000, False, ""),
+        (TWO | {"host_memory": "8GiB"}, 15_000, False, "host memory has pages of one size"),
+        ({"model": "qwen3-8b", "device": "h100-80gb"}, 4000, False, ""),
+    ],
+)
+def test_a_mock_plans_for_its_longest_request(
+    given: dict[str, Any],
+    max_model_len: int | None,
+    is_started: bool,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sections = all_sections()
+    config = engine_of_mock(given_by_keywords(given, sections), sections, max_model_len=max_model_len)
+    assert (config.start is not None) is is_started
+    said = capsys.readouterr().err
+    assert words in said and bool(words) is ("not as vLLM" in said)
+
+
+@pytest.mark.parametrize(
+    ("given", "max_model_len", "words"),
+    [
+        ({"model": "qwen3-8b", "device": "h100-80gb"}, 50_000, r"max_model_len \(50000\) is greater"),
+        (GEMMA, 20_000, r"the model's max seq len \(20000\)"),
+    ],
+)
+def test_a_length_for_which_vllm_does_not_start_is_refused_with_this_length(
+    given: dict[str, Any], max_model_len: int, words: str
+) -> None:
+    """Also where vLLM does not start for the model's own length either."""
+    sections = all_sections()
+    with pytest.raises(ConfigError, match=words):
+        engine_of_mock(
+            given_by_keywords(given | {"engine": "vllm==0.33"}, sections), sections, max_model_len=max_model_len
+        )

@@ -1,0 +1,137 @@
+"""Law L17 without SGLang: kvarts and a restatement on recorded steps of SGLang, and next to each other."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from equal.sglang import RECORDED, ROWS, describe, draw_load, first_difference, shrunk
+from equal.sglang_ours import config_of, kvarts_steps
+from kvarts import OffloadConfig, replay, verify
+from kvarts.evidence import timelines_of
+from kvarts.sim.traffic.mooncake import load_mooncake
+
+from oracles.naive_sglang import Asked, SglangLoad, SglangStep, naive_steps
+
+
+class Recorded(msgspec.Struct):
+    """A load, and what SGLang did in each step."""
+
+    load: SglangLoad
+    steps: list[SglangStep]
+
+
+CASES = msgspec.json.decode(RECORDED.read_bytes(), type=list[Recorded])
+
+
+def restated(load: SglangLoad) -> SglangLoad:
+    """Return the first requests of a load, without what the restatement does not know."""
+    asks = [msgspec.structs.replace(ask, salt=None) for ask in load.asks[:25]]
+    return msgspec.structs.replace(load, asks=asks, has_events=False)
+
+
+@pytest.mark.parametrize(
+    ("steps", "case"),
+    [(steps, case) for steps in (naive_steps, kvarts_steps) for case in CASES if not case.load.has_events]
+    + [(kvarts_steps, case) for case in CASES if case.load.has_events],
+    ids=lambda each: f"page-{each.load.page_size}" if isinstance(each, Recorded) else each.__name__,
+)
+def test_the_steps_are_those_that_were_recorded_of_sglang(steps: object, case: Recorded) -> None:
+    difference = first_difference(case.load, steps, lambda load: iter(case.steps), Counter())  # type: ignore[arg-type]
+    assert difference is None
+
+
+def test_recorded_steps_contain_retractions_hits_and_both_orders_of_results() -> None:
+    steps = [step for case in CASES for step in case.steps]
+    assert sum(len(step.retracted) for step in steps) > 3
+    assert sum(map(bool, (step.admitted.values() for step in steps))) > 20
+    assert sum(len(step.loaded) for step in steps) > 3
+    assert {case.load.overlap for case in CASES} == {True, False}
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("seed", range(5))
+def test_kvarts_and_the_restatement_agree(row: str, seed: int) -> None:
+    load = restated(draw_load(row, 1000 + seed))
+    assert first_difference(load, kvarts_steps, naive_steps, Counter()) is None
+
+
+def load_of_fast_copies(seed: int) -> tuple[SglangLoad, OffloadConfig]:
+    """Return a load with host memory whose copies take less than a step, so that no step begins when one ends."""
+    for number in range(2000 + seed, 2100, 3):
+        load = restated(draw_load("host", number))
+        load.d2h_steps, load.h2d_steps = 1 if load.overlap else 2, 1
+        steps = list(naive_steps(load))
+        is_idle = any(step.kind is None and step.waiting for step in steps)
+        if load.write_policy != "write_back" and not is_idle and any(step.loaded for step in steps):
+            return load, OffloadConfig(kv_bytes_per_token=1, h2d="100GB/s", d2h="100GB/s", latency_us=0)
+    raise AssertionError("no such load")
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_replay_admits_hits_and_retracts_as_the_steps(row: str, seed: int, tmp_path: Path) -> None:
+    """A step takes a millisecond; nobody else has the tokens that a request of the trace generates."""
+    load, offload = restated(draw_load(row, 2000 + seed)), None
+    if row == "host":
+        load, offload = load_of_fast_copies(seed)
+    for index, ask in enumerate(load.asks):
+        ask.output = [10**6 * (index + 1) + place for place in range(len(ask.output))]
+    admitted: dict[int, tuple[int, int]] = {}
+    retracted: Counter[int] = Counter()
+    loaded: Counter[int] = Counter()
+    for number, step in enumerate(naive_steps(load)):
+        for index, count in step.admitted.items():
+            admitted.setdefault(index, (number - load.asks[0].step, count))
+        retracted.update(step.retracted)
+        loaded.update(step.loaded)
+    names: dict[tuple[int, int], int] = {}
+    rows = []
+    for ask in load.asks:
+        ids: list[int] = []
+        for token in ask.prompt:
+            ids.append(names.setdefault((ids[-1] if ids else -1, token), len(names)))
+        counts = {"input_length": len(ask.prompt), "output_length": len(ask.output)}
+        rows.append({"timestamp": ask.step, **counts, "hash_ids": ids, "priority": ask.priority})
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = replay(load_mooncake(path, trace_block_size=1), msgspec.structs.replace(config_of(load), offload=offload))
+    for timeline in timelines_of(report):
+        verdict = verify(timeline.to_json())
+        assert verdict.verdict == "ok", [rule for rule in verdict.rules if rule.status == "violated"]
+    requests = report.requests
+    if not retracted:  # the tokens that are lost then had gaps as well
+        last_ms, first_ms = np.array(requests["last_token_ms"]), np.array(requests["first_token_ms"])
+        gaps = [np.asarray(gaps_ns) @ np.asarray(counts) for gaps_ns, counts in report._gaps()]
+        assert sum(gaps) / 1e6 == pytest.approx((last_ms - first_ms).sum())
+    ours = zip(requests["first_admitted_ms"], requests["cached_tokens"], requests["preemptions"], strict=True)
+    assert list(ours) == [(*admitted[index], retracted[index]) for index in range(len(load.asks))]
+    if row == "host" and not retracted:
+        assert list(requests["host_tokens"]) == [loaded[index] for index in range(len(load.asks))]
+
+
+def faulty_steps(load: SglangLoad) -> Iterator[SglangStep]:
+    """Yield the restatement's steps, with a token more for a request that hits any."""
+    for step in naive_steps(load):
+        step.admitted = {index: count + (count > 0) for index, count in step.admitted.items()}
+        yield step
+
+
+def test_a_fault_is_found_and_shrunk_to_the_requests_that_show_it() -> None:
+    prompt = list(range(30))
+    load = SglangLoad(
+        page_size=1,
+        size=200,
+        chunk=64,
+        max_running=4,
+        asks=[Asked(0, [99], [1]), Asked(1, prompt, [1]), Asked(3, prompt[:20], [1]), Asked(9, prompt[:5], [2])],
+    )
+    smaller = shrunk(load, faulty_steps, naive_steps)
+    assert len(smaller.asks) == 2
+    assert "admitted={1: 5}" in describe(smaller, faulty_steps, naive_steps)  # of 4
