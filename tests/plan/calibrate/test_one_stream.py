@@ -1,4 +1,4 @@
-"""Result files of five load generators, recorded by benchmarks/many_clocks.py on one scripted stream.
+"""Result files of five load generators, recorded by many_clocks.py of ae1fbfaf on one scripted stream.
 
 The first token is at 300 ms, the last at 750, usage at 850 and the end at 1,000; a chunk with the role is at 100.
 """

@@ -1,7 +1,7 @@
 """`kvarts trace convert --to TOOL`: what tools read in the rows, by a naive model of each and by what they really sent.
 
 `tool_rows.json` has rows, and for AIPerf 0.13.0 and GuideLLM 0.8.1 the length of each prompt that they sent for them,
-and the tokens in common with the best earlier prompt, as benchmarks/trace_readers.py prints them; up to 15 more are
+and the tokens in common with the best earlier prompt, as trace_readers.py of ae1fbfaf prints them; up to 15 more are
 chance.
 """
 
