@@ -130,6 +130,7 @@ class NaiveOffloadEngine(NaiveEngine):
         self.computed_now: list[tuple[NaiveRequest, int]] = []
         self.spills: list[list[Name]] = [[] for _ in range(max(1, len(tiers) - 1))]
         self.changed: set[int] = set()  # places of tiers that may evict other pages next: an exclusive tier's spills
+        self.again: list[Name] = []  # all of them so far: an exclusive host memory releases them, the last ones first
         self.grown: list[Name] = []  # pages that the device has again, or for the first time
         self.loading: list[NaiveRequest] = []
         self.early: list[NaiveTransfer] = []  # those that the step may use
@@ -347,7 +348,8 @@ class NaiveOffloadEngine(NaiveEngine):
         if not self.is_lazy:
             return
         grown, self.grown = self.grown, []
-        for tier in self.tiers if self.is_exclusive else ():
+        self.again += grown
+        for tier in self.tiers[1:] if self.is_exclusive else ():
             if tier.num_empty < self.target_free:
                 for name in grown:
                     if tier.is_stored(name):
@@ -573,12 +575,25 @@ class NaiveOffloadEngine(NaiveEngine):
                     self.below.add(name)
             self.settle_lists()
             return None
+        if self.is_exclusive:
+            self.release_duplicates(min(room, num_missing))
         placement = host.place(names, start, deepest_first=deepest_first, limit=room)
         self.after_host()
         self.unmark_removed()
         if host.has_refused and self.is_lazy:
             self.is_stuck = self.has_left = True
         return None if placement is None else (names, placement)
+
+    def release_duplicates(self, num_pages: int) -> None:
+        """Host memory releases what the device has again, but for what nobody has used for long, which is evicted."""
+        host = self.tiers[0]
+        num_forsaken = min(host.num_forsaken(), max(0, num_pages - host.num_empty))
+        while self.again and host.num_empty < num_pages - num_forsaken:
+            name = self.again.pop()
+            if name in self.index and host.is_stored(name) and host.move_out(name):
+                self.below.discard(name)  # it is stored again when it nears eviction
+        self.after_host()
+        self.settle_lists()
 
     def resident(self, sequence: list[Name]) -> list[Name]:
         """What the device has of a sequence, from its beginning on."""
@@ -1093,6 +1108,7 @@ class NaiveOffloadEngine(NaiveEngine):
                 good_end = end
             elif entries[start].name in tier.entries and tier in self.tiers:
                 tier.drop(entries[start].name)
+            tier.note_use(entries[start:end])
             tier.touch(entries)
             tier.unpin(entries)
             self.after_host()

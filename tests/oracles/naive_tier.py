@@ -23,6 +23,7 @@ class Entry:
     name: Name
     state: str = "hole"
     pins: int = 0
+    used_at: int = 0  # how many pages had arrived here by then
 
 
 @dataclass
@@ -42,6 +43,8 @@ class NaiveTier:
     evicted: list[Name] = field(default_factory=list)
     removed: list[Name] = field(default_factory=list)
     has_refused: bool = False
+    num_arrived: int = 0
+    longest_wait: int = 0  # how many pages arrived between two uses of one
 
     def __post_init__(self) -> None:
         self.num_empty = self.num_pages
@@ -83,6 +86,7 @@ class NaiveTier:
     def touch(self, entries: list[Entry]) -> None:
         for entry in reversed(entries):
             if entry.state == "stored":
+                entry.used_at = self.num_arrived
                 if entry in self.recency:
                     self.recency.remove(entry)
                 self.recency.append(entry)
@@ -141,6 +145,19 @@ class NaiveTier:
             self.evicted.append(name)
             self.removed.append(name)
 
+    def note_use(self, entries: list[Entry]) -> None:
+        waits = [self.num_arrived - entry.used_at for entry in entries if entry.state == "stored"]
+        self.longest_wait = max([self.longest_wait, *waits])
+
+    def num_forsaken(self) -> int:
+        """Of the next evictions, how many have waited half as long again as any page that was used after all."""
+        count = 0
+        for entry in self.recency:
+            if (self.num_arrived - entry.used_at) / 1.5 <= self.longest_wait:
+                break
+            count += not entry.pins
+        return count
+
     def move_out(self, name: Name) -> bool:
         """Release a page that the device has, unless it is pinned; later pages stay."""
         entry = self.entries[name]
@@ -156,6 +173,7 @@ class NaiveTier:
         for entry in placement.new:
             if entry.state == "coming" and is_stored:
                 entry.state = "stored"
+                self.num_arrived += 1
             elif entry.state == "coming":
                 entry.state = "hole"
                 self.num_empty += 1

@@ -167,8 +167,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `host_memory`, the size of host memory. Without any, nothing is stored. `policy`: `eager` stores a page in the step
     after it became complete; `lazy` stores cached pages so that the next `target_free` allocated pages lose nothing
     (default: eight times the pages of a step's token budget, but at most an eighth of host memory, and at least
-    twice the budget); `exclusive` does so too, and pages that are loaded leave host memory if it is nearly full, so
-    that device and host memory hold different pages. `h2d`, `d2h`: bandwidth to and from the device; `latency_us`
+    twice the budget); `exclusive` does so too, and host memory that needs room releases pages that the device has
+    again, so that both hold different pages. `h2d`, `d2h`: bandwidth to and from the device; `latency_us`
     is added to every transfer. `kv_bytes_per_token`: bytes of a token; the default is that of Llama 3.1 8B in 16
     bits. `full_prompt_hits`: a load may cover a whole prompt; then only its last token is computed again.
     `workers`: how many must report a transfer before it is complete. `preemption_mode`: with `swap`, pages that

@@ -72,8 +72,9 @@ class TierRun:
     """Pages [start, end) of `content`. Written by TierIndex only.
 
     `slots`: ids of the tier's pages; None if they are only counted, or in a hole. `placement`: the placement that a
-    coming run belongs to. `writer`: the number of the engine that stored it, where several share the tier. `older` and
-    `newer`: neighbours in the order of recency, for stored runs.
+    coming run belongs to. `writer`: the number of the engine that stored it, where several share the tier. `used_at`:
+    how many pages had arrived in the tier when it was last used. `older` and `newer`: neighbours in the order of
+    recency, for stored runs.
     """
 
     __slots__ = (
@@ -89,6 +90,7 @@ class TierRun:
         "slots",
         "start",
         "state",
+        "used_at",
         "writer",
     )
 
@@ -113,6 +115,7 @@ class TierRun:
         self.children: dict[PageKey, TierRun] | None = None
         self.slots: list[PageId] | None = None
         self.writer = writer
+        self.used_at = 0
         self.placement: Placement | None = None
         self.older: TierRun | None = None
         self.newer: TierRun | None = None
@@ -168,6 +171,10 @@ class TierIndex:
         """Pages that were not stored because no room could be made."""
         self.num_holes = 0
         """Runs of the tree that are holes."""
+        self.num_arrived = 0
+        """Pages that were stored: the clock of `TierRun.used_at`."""
+        self.longest_wait = 0
+        """The most pages that arrived between two uses of a page."""
         self.writer = 0
         """The engine that stores from now on, where several share the tier."""
         self.told_of = 0
@@ -290,7 +297,7 @@ class TierIndex:
         if children is not None and len(children) == 1 and run.state is stored:
             (child,) = children.values()
             is_alike = child.pins == run.pins and child.state is stored and child.writer == run.writer
-            if is_alike and child.newer is run:
+            if is_alike and child.newer is run and child.used_at == run.used_at:
                 newer = run.newer
                 assert newer is not None
                 child.newer = newer
@@ -313,11 +320,13 @@ class TierIndex:
         """Make all runs from `run` to the root the most recent, deeper ones older."""
         ring = self._ring
         stored = STORED
+        now = self.num_arrived
         below: TierRun | None = None
         node: TierRun | None = run
         while node is not None:
             parent = node.parent
             if node.state is stored:
+                node.used_at = now
                 if node.newer is not None:
                     _unlist(node)
                 if (
@@ -335,6 +344,27 @@ class TierIndex:
             else:
                 below = None
             node = parent
+
+    def note_use(self, run: TierRun, start: int) -> None:
+        """Measure how long the pages from `start` to the end of `run` have waited for their use now."""
+        node = run
+        while node.end > start and node.parent is not None:
+            wait = self.num_arrived - node.used_at
+            if node.state is STORED and wait > self.longest_wait:
+                self.longest_wait = wait
+            node = node.parent
+
+    def num_forsaken(self, limit: int) -> int:
+        """Return how many of the next `limit` evictions have waited half as long again as any page that was used."""
+        num_pages = 0
+        for run in self.recency() if limit > 0 else ():
+            if 2 * (self.num_arrived - run.used_at) <= 3 * self.longest_wait:
+                break
+            if not run.pins:
+                num_pages += run.end - run.start
+                if num_pages >= limit:
+                    return limit
+        return num_pages
 
     # Storing and removing ---------------------------------------------------------------------------------
 
@@ -420,6 +450,7 @@ class TierIndex:
                 node.placement = None
                 if node.state is COMING:
                     if is_stored:
+                        self.num_arrived += node.end - node.start
                         node.state = STORED
                         arrived.append(node)
                     else:
@@ -613,6 +644,7 @@ class TierIndex:
         head = TierRun(run.content, run.key, run.start, at, parent, run.state, run.pins)
         head.placement = run.placement
         head.writer = run.writer
+        head.used_at = run.used_at
         self.num_holes += run.state is NodeState.HOLE
         if run.slots is not None:
             head.slots = run.slots[: at - run.start]

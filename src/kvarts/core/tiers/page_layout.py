@@ -23,7 +23,7 @@ from kvarts.core.kv.tree import Node
 from kvarts.core.tiers.index import NodeState, Placement
 from kvarts.core.tiers.layout import ConnectedTier, Layout
 from kvarts.core.tiers.safe_first import STORED, Below, SafeFirst
-from kvarts.core.tiers.store_policy import LateSpills, PagePolicy, Spill, precedes
+from kvarts.core.tiers.store_policy import Duplicates, LateSpills, PagePolicy, Spill, precedes
 from kvarts.core.tiers.tier import MemoryTier, Pin
 from kvarts.core.tiers.transfers import ALL, Copies, Loading
 
@@ -117,9 +117,9 @@ class PageLayout(Layout[MemoryTier]):
     """Whole pages of `cache` and of the tiers below it: pages stored in one are then stored in the next.
 
     `policy`: which pages are stored below the device, and when. `order`: the eviction order of `cache`, for a policy
-    that stores the pages that are evicted next. `exclusive_free`: a tier with fewer empty pages releases the pages that
-    the device has again, and as many pages, those that it evicts next, are spilled; None: tiers keep what they have,
-    and spill what arrives. `swaps`: preempted requests keep all their pages in the first tier.
+    that stores the pages that are evicted next. `exclusive_free`: the first tier releases pages that the device has
+    again when it needs room, a slower one with fewer empty pages at once, and as many pages, those that a tier evicts
+    next, are spilled; None: tiers keep what they have, and spill what arrives. `swaps`: preempted requests keep all their pages in the first tier.
     """
 
     def __init__(
@@ -151,7 +151,9 @@ class PageLayout(Layout[MemoryTier]):
         self._order = order
         self._exclusive_free = exclusive_free
         self._late_spills: LateSpills | None = None
+        self._duplicates: Duplicates | None = None
         if exclusive_free is not None:
+            self._duplicates = Duplicates(cache, self.own[0])
             self.backlog = self._late_spills = LateSpills(len(self.own))
         self._swaps = swaps
         self._emit = emit
@@ -265,6 +267,9 @@ class PageLayout(Layout[MemoryTier]):
         deepest_first = policy.stores_deepest_first
         if room < end - start:
             start, deepest_first = policy.first_wanted(start, where), False
+        if self._duplicates is not None:
+            self._duplicates.make_room(min(room, first.missing(content, start, end)))
+            self._marks.unmark_removed(Below.NOT)  # when they near eviction, they are stored again
         store = first.prepare_store(content, start, end, deepest_first=deepest_first, limit=room)
         num_refused = first.num_refused - num_refused
         self.num_refused += num_refused
@@ -531,11 +536,11 @@ class PageLayout(Layout[MemoryTier]):
 
     def _on_grown(self, content: Content, start: int, end: int) -> None:
         """Mark pages [start, end), which the device has again, as held by tiers, or release them there."""
-        if self._exclusive_free is not None:
-            for tier in self.own:
+        if self._exclusive_free is not None and self._duplicates is not None:
+            self._duplicates.add(content, start, end)
+            for tier in self.own[1:]:
                 if tier.num_empty_blocks < self._exclusive_free:
                     tier.move_out(content, start, end)
-            self._marks.unmark_removed(Below.NOT)  # when they near eviction, they are stored again
         self._marks.mark_as_held(content, start, end)
 
     def _lose_gone(self) -> None:

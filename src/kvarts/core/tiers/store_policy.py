@@ -15,8 +15,9 @@ from kvarts.core.kv.cache import BlockTable
 from kvarts.core.kv.page_cache import PageCache
 from kvarts.core.kv.tree import Node, Path
 from kvarts.core.tiers.safe_first import SafeFirst
+from kvarts.core.tiers.tier import MemoryTier
 
-__all__ = ["Backlog", "EagerPolicy", "LateSpills", "LazyPolicy", "PagePolicy", "Spill"]
+__all__ = ["Backlog", "Duplicates", "EagerPolicy", "LateSpills", "LazyPolicy", "PagePolicy", "Spill"]
 
 PRUNE_AT = 10_000
 """How many runs may wait to be spilled before those that have been evicted since are removed from the queue."""
@@ -80,6 +81,44 @@ class Backlog:
         self.is_behind[0] = False
         for wanted in self.spills:
             wanted.clear()
+
+
+class Duplicates:
+    """Pages that the device has again, and `host` still has. They are released there when it needs room.
+
+    The last to come is released first: the device evicts it last, and only then must it be stored again. Pages that
+    waited for longer than any that was used again are evicted before that: nobody asks for them.
+    """
+
+    MOST_RUNS = 1 << 16
+    """Runs before the last of these are forgotten, and evicted by their age."""
+
+    def __init__(self, cache: PageCache, host: MemoryTier) -> None:
+        self._cache = cache
+        self._host = host
+        self._runs: deque[tuple[Content, int, int]] = deque(maxlen=self.MOST_RUNS)
+
+    def add(self, content: Content, start: int, end: int) -> None:
+        """Note that the device has pages [start, end) again, or for the first time."""
+        self._runs.append((content, start, end))
+
+    def make_room(self, num_pages: int) -> None:
+        """Release duplicates until `num_pages` can be stored without an eviction that may cost a hit."""
+        host, runs = self._host, self._runs
+        num_pages -= host.num_forsaken(num_pages - host.num_empty_blocks)
+        while runs and host.num_empty_blocks < num_pages:
+            content, start, end = runs.pop()
+            end = min(end, self._cache.match(content, end).num_pages)
+            while start < end and (num_short := num_pages - host.num_empty_blocks) > 0:
+                held = host.held(content, start, end)
+                if not held:
+                    end = start
+                    break
+                first, last = held[-1]
+                end = max(first, last - num_short)
+                host.move_out(content, end, last)
+            if start < end:
+                runs.append((content, start, end))
 
 
 class LateSpills(Backlog):

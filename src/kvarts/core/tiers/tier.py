@@ -55,6 +55,8 @@ class MemoryTier:
         self.find = self.index.find
         self.lose = self.index.lose
         self.move_out = self.index.move_out
+        self.missing = self.index.missing
+        self.num_forsaken = self.index.num_forsaken
         self.vacate = self.index.vacate
         self._pins: dict[int, Pin] = {}
         self.num_guests = 0
@@ -188,6 +190,7 @@ class MemoryTier:
         index = load.index
         if num_good_pages is not None and num_good_pages < load.num_pages:
             index.drop(load.content, load.start + num_good_pages)
+        index.note_use(load.run, load.start)
         index.touch(load.run)
         index.unpin(load.run)
 
