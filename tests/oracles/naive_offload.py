@@ -576,24 +576,15 @@ class NaiveOffloadEngine(NaiveEngine):
             self.settle_lists()
             return None
         if self.is_exclusive:
-            self.release_duplicates(min(room, num_missing))
+            self.below -= set(host.release_duplicates(self.again, self.index, min(room, num_missing)))
+            self.after_host()  # they are stored again when they near eviction
+            self.settle_lists()
         placement = host.place(names, start, deepest_first=deepest_first, limit=room)
         self.after_host()
         self.unmark_removed()
         if host.has_refused and self.is_lazy:
             self.is_stuck = self.has_left = True
         return None if placement is None else (names, placement)
-
-    def release_duplicates(self, num_pages: int) -> None:
-        """Host memory releases what the device has again, but for what nobody has used for long, which is evicted."""
-        host = self.tiers[0]
-        num_forsaken = min(host.num_forsaken(), max(0, num_pages - host.num_empty))
-        while self.again and host.num_empty < num_pages - num_forsaken:
-            name = self.again.pop()
-            if name in self.index and host.is_stored(name) and host.move_out(name):
-                self.below.discard(name)  # it is stored again when it nears eviction
-        self.after_host()
-        self.settle_lists()
 
     def resident(self, sequence: list[Name]) -> list[Name]:
         """What the device has of a sequence, from its beginning on."""

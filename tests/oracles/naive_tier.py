@@ -6,6 +6,7 @@ tenant and every token up to its end.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 Name = tuple[object, tuple[object, ...]]
@@ -157,6 +158,19 @@ class NaiveTier:
                 break
             count += not entry.pins
         return count
+
+    def release_duplicates(self, again: list[Name], device: Container[object], num_pages: int) -> list[Name]:
+        """Pages that the device has had `again` leave, the last to come first, until `num_pages` can be stored.
+
+        What nobody has used for long is evicted before.
+        """
+        num_pages -= min(self.num_forsaken(), max(0, num_pages - self.num_empty))
+        released = []
+        while again and self.num_empty < num_pages:
+            name = again.pop()
+            if name in device and self.is_stored(name) and self.move_out(name):
+                released.append(name)
+        return released
 
     def move_out(self, name: Name) -> bool:
         """Release a page that the device has, unless it is pinned; later pages stay."""

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvarts.core.content import Content
 from kvarts.core.tiers.index import Placement
+from kvarts.core.tiers.store_policy import Duplicates
 from kvarts.core.tiers.tier import MemoryTier, Pin
 
 from builders.pages import page_name
@@ -45,6 +46,8 @@ class TierMachine(RuleBasedStateMachine):
         self.tier = MemoryTier("host", num_pages, with_slots=self.with_slots)
         self.tier.listen(None, self.on_removed)
         self.model = NaiveTier(num_pages)
+        self.duplicates = Duplicates(self.tier, self.num_here)
+        self.again: list[Name] = []
         self.device: set[Name] = set()
         self.contents: list[Content] = []
         self.stores: list[StoreUnderWay] = []
@@ -136,6 +139,7 @@ class TierMachine(RuleBasedStateMachine):
             name = done.names[done.start + num_good]
             if name in self.model.entries:
                 self.model.drop(name)
+        self.model.note_use(done.pinned[done.start :])
         self.model.touch(done.pinned)
         self.model.unpin(done.pinned)
 
@@ -171,6 +175,27 @@ class TierMachine(RuleBasedStateMachine):
             if name in self.model.entries:
                 self.model.move_out(name)
 
+    @precondition(lambda self: self.contents)
+    @rule(data=st.data())
+    def comes_again(self, data: st.DataObject) -> None:
+        """The device has a page, and those before it, again."""
+        content = data.draw(st.sampled_from(self.contents))
+        end = data.draw(st.integers(0, content.num_known_pages))
+        start = data.draw(st.integers(0, end))
+        names = self.names(content, end)
+        if start < end and self.device.issuperset(names):
+            self.duplicates.add(content, start, end)
+            self.again += names[start:]
+
+    @rule(num_pages=st.integers(0, 8))
+    def make_room(self, num_pages: int) -> None:
+        self.duplicates.make_room(num_pages)
+        self.model.release_duplicates(self.again, self.device, num_pages)
+
+    def num_here(self, content: Content, end: int) -> int:
+        """Return how many of the first pages of a content the device has."""
+        return next((n for n, name in enumerate(self.names(content, end)) if name not in self.device), end)
+
     @rule()
     def reset(self) -> None:
         if len(self.contents) % 5 == 4:
@@ -197,6 +222,9 @@ class TierMachine(RuleBasedStateMachine):
         ]
         assert in_order == [entry.name for entry in model.recency]
         assert sorted(map(str, self.removed)) == sorted(map(str, model.removed))
+        assert tier.index.longest_wait == model.longest_wait
+        for limit in range(4):
+            assert tier.num_forsaken(limit) == min(limit, model.num_forsaken())
         if not (self.stores or self.loads or self.offers):
             assert tier.num_used_blocks == 0, "L2: at rest something is held"
 

@@ -118,8 +118,9 @@ class PageLayout(Layout[MemoryTier]):
 
     `policy`: which pages are stored below the device, and when. `order`: the eviction order of `cache`, for a policy
     that stores the pages that are evicted next. `exclusive_free`: the first tier releases pages that the device has
-    again when it needs room, a slower one with fewer empty pages at once, and as many pages, those that a tier evicts
-    next, are spilled; None: tiers keep what they have, and spill what arrives. `swaps`: preempted requests keep all their pages in the first tier.
+    again when it needs room, and a slower one at once if it has fewer empty pages than this; as many of those that a
+    tier evicts next are spilled. None: tiers keep what they have, and spill what arrives. `swaps`: preempted requests
+    keep all their pages in the first tier.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class PageLayout(Layout[MemoryTier]):
         self._late_spills: LateSpills | None = None
         self._duplicates: Duplicates | None = None
         if exclusive_free is not None:
-            self._duplicates = Duplicates(cache, self.own[0])
+            self._duplicates = Duplicates(self.own[0], partial(self._num_above, 0))
             self.backlog = self._late_spills = LateSpills(len(self.own))
         self._swaps = swaps
         self._emit = emit

@@ -87,15 +87,16 @@ class Duplicates:
     """Pages that the device has again, and `host` still has. They are released there when it needs room.
 
     The last to come is released first: the device evicts it last, and only then must it be stored again. Pages that
-    waited for longer than any that was used again are evicted before that: nobody asks for them.
+    waited half as long again as any that was used are evicted before that: nobody asks for them. `num_here`: how many
+    of the first pages of a content, at most so many, the device has.
     """
 
     MOST_RUNS = 1 << 16
     """Runs before the last of these are forgotten, and evicted by their age."""
 
-    def __init__(self, cache: PageCache, host: MemoryTier) -> None:
-        self._cache = cache
+    def __init__(self, host: MemoryTier, num_here: Callable[[Content, int], int]) -> None:
         self._host = host
+        self._num_here = num_here
         self._runs: deque[tuple[Content, int, int]] = deque(maxlen=self.MOST_RUNS)
 
     def add(self, content: Content, start: int, end: int) -> None:
@@ -108,7 +109,7 @@ class Duplicates:
         num_pages -= host.num_forsaken(num_pages - host.num_empty_blocks)
         while runs and host.num_empty_blocks < num_pages:
             content, start, end = runs.pop()
-            end = min(end, self._cache.match(content, end).num_pages)
+            end = self._num_here(content, end)
             while start < end and (num_short := num_pages - host.num_empty_blocks) > 0:
                 held = host.held(content, start, end)
                 if not held:
