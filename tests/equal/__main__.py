@@ -28,7 +28,7 @@ from equal.compare import Difference, first_difference
 from equal.ours import kvarts_steps
 from equal.shrink import describe, shrunk
 from equal.theirs import Vllm
-from equal.workload import CADENCE_ROWS, ROWS, Workload, draw_workload, traced
+from equal.workload import CADENCE_ROWS, FORESEEN_ROWS, ROWS, Workload, draw_workload, traced
 from kvarts.sim.traffic.mooncake import load_mooncake
 
 FIXED_ROWS = {"failed-loads", "async-group-loads-aborts"}
@@ -56,6 +56,8 @@ def is_of_version(row: str) -> bool:
         return row.endswith(VERSION)
     if row in CADENCE_ROWS:
         return VERSION != "0.32"
+    if row in FORESEEN_ROWS:
+        return VERSION != "0.32" or row.startswith(("foreseen:ngram", "foreseen:eagle:full"))
     return VERSION == "0.32" or row.startswith("retention:") or row in ROWS_OF_BOTH
 
 

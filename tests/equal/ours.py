@@ -31,6 +31,7 @@ from kvarts.core.kv.layers import KvLayer
 from kvarts.core.kv.runs import PartRun, RunMatch
 from kvarts.core.kv.transfer import Loaded, Offer, Weighed
 from kvarts.core.request import Request, RequestState
+from kvarts.core.sched.foreseen_drafts import Speculation
 from kvarts.core.sched.plan import StepPlan, StepResult
 from kvarts.core.sched.policy import ArrivalPolicy
 from kvarts.core.sched.running import Running, RunningByArrival
@@ -44,7 +45,9 @@ class Recorder:
 
     wants_details = True
 
-    def __init__(self, *, page_size: int, with_events: bool, block_pages: Sequence[int] = ()) -> None:
+    def __init__(
+        self, *, page_size: int, with_events: bool, block_pages: Sequence[int] = (), lookahead: int = 0
+    ) -> None:
         self.step = Step()
         self.num_hit: dict[int, int] = {}
         self.num_drafted: dict[int, int] = {}
@@ -52,6 +55,7 @@ class Recorder:
         self._page_size = page_size
         self._with_events = with_events
         self._block_pages = block_pages
+        self._lookahead = lookahead
 
     def observe(self, events: Sequence[Event]) -> None:
         """Note the events of a step."""
@@ -78,7 +82,7 @@ class Recorder:
     def _names(self, content: Content, start: int, end: int, group: int | None) -> list[tuple[int, str]]:
         keys = self.keys.get(id(content))
         if keys is None:
-            keys = self.keys[id(content)] = BlockKeys(content)
+            keys = self.keys[id(content)] = BlockKeys(content, lookahead=self._lookahead)
         count = self._block_pages[group] if group is not None and self._block_pages else 1
         return [(group or 0, keys[page].hex()) for page in range(start + count - 1, end, count)]
 
@@ -141,6 +145,7 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         page_size=workload.page_size,
         with_events=workload.with_events and not workload.publishes,
         block_pages=block_pages,
+        lookahead=workload.lookahead,
     )
     readers: list[EventReader] = [recorder]
     if workload.publishes:
@@ -158,6 +163,7 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         Planning(
             drafter=drafter,
             num_draft_slots=workload.num_draft_slots,
+            speculation=speculation_of(workload) if workload.num_drafts else None,
             plans_ahead=workload.is_async,
             finds_prefixes=workload.finds_prefixes,
             ends_steps=workload.version == "0.32",
@@ -210,12 +216,12 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
                 engine.end()
             # Of those that stopped in the step before, some compute the token that ended them; and of those that were
             # given up during it, some compute a token.
-            stopped = [index for index in recorder.step.ended if workload.asks[index].stops]
+            stopped = [index for index in recorder.step.ended if requests[index].stops]
             gone = sorted(decoded, key=decoded.__getitem__) + stopped
             gone = [index for index in gone if index not in recorder.step.preempted]
             num_gone = engine.batch.num_decodes - len(decoding) if workload.is_async else 0
             recorder.step.tokens.update(dict.fromkeys(decoding + gone[:num_gone], 1))
-            for index in set(recorder.num_drafted) & set(decoding):
+            for index in set(recorder.num_drafted) & set(recorder.step.tokens):
                 recorder.step.tokens[index] += recorder.num_drafted[index]
         else:
             num_free = scheduler.cache.num_free
@@ -229,6 +235,20 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
             recorder.step.load = scheduler.num_waiting, scheduler.running.num_running, scheduler.cache.num_used
         yield recorder.step
         step += 1
+
+
+def speculation_of(workload: Workload) -> Speculation:
+    """Return the drafts in virtual time of a workload."""
+    asks = workload.asks
+    return Speculation(
+        num_drafts=workload.num_drafts,
+        num_slots=workload.num_drafts if workload.is_eagle else 0,
+        most_tokens=workload.most_tokens,
+        accepts=lambda index, place: asks[index].drafts[place - 1][1],
+        lookahead=workload.lookahead,
+        drops_last=workload.is_eagle and workload.version == "0.32",
+        names_at_ends=workload.version != "0.32",
+    )
 
 
 class Sampler:
@@ -409,7 +429,7 @@ def request_of(workload: Workload, index: int) -> Request:
         content = ask.trace.content(ask.row, page_size=workload.page_size, owner=index)
         return Request(index, content, ask.row.num_prompt_tokens, len(ask.output), ask.row.arrival_ns)
     known = ask.prompt if workload.num_draft_slots else ask.prompt + ask.output
-    content = Content.from_tokens(known, page_size=workload.page_size, owner=index)
+    content = Content.from_tokens(known, page_size=workload.page_size, owner=index, lookahead=workload.lookahead)
     request = Request(index, content, len(ask.prompt), len(ask.output), ask.step * STEP_NS, -ask.priority)
     request.stops = ask.stops
     return request

@@ -134,6 +134,16 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
             target_model_config=config.model_config,
             target_parallel_config=config.parallel_config,
         )
+    if workload.num_drafts:
+        config.speculative_config = SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=workload.num_drafts,
+            prompt_lookup_max=2,
+            target_model_config=config.model_config,
+            target_parallel_config=config.parallel_config,
+        )
+        if workload.is_eagle:
+            config.speculative_config.method = "eagle"  # as if there were a model for it
     make = _WatchedAsync if workload.is_async else _Watched
     unit, hash_size = page_size, page_size
     if workload.started is not None:
@@ -142,7 +152,11 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
         unit = math.lcm(page_size, MAX_MODEL_LEN)  # without a prefix cache, a state is a block of all tokens
         hash_size = unit
     scheduler = make(config, kv, StructuredOutputManager(config), block_size=unit, hash_block_size=hash_size)
-    hasher = get_request_block_hasher(page_size, sha256)
+    if workload.most_tokens:
+        scheduler.max_model_len = scheduler.kv_cache_manager.max_model_len = workload.most_tokens
+    more = {"num_hash_lookahead_tokens": workload.lookahead} if workload.lookahead else {}
+    hasher = get_request_block_hasher(page_size, sha256, **more)
+    generated: Counter[str] = Counter()
     requests: dict[str, Any] = {}
     num_arrived = 0
     copies: Counter[tuple[int, str]] = Counter()
@@ -194,10 +208,15 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
             if name in resumed.resumed_req_ids:
                 done.admitted[int(name)] = num_computed
         for name, ids in plan.scheduled_spec_decode_tokens.items():
-            if ids[0] == -1:
+            if ids[0] == -1 and int(name) in done.admitted:
                 done.tokens[int(name)] -= len(ids)  # a request that was admitted takes the room of a draft
         done.preempted = sorted(int(name) for name in plan.preempted_req_ids or ())
-        result = sampled(plan, requests, workload) if plan.total_num_scheduled_tokens else None
+        result = None
+        if plan.total_num_scheduled_tokens:
+            if workload.num_drafts:
+                result = foreseen(plan, requests, workload, generated, set(done.admitted))
+            else:
+                result = sampled(plan, requests, workload)
         if connector is not None and (loaded := connector.take_ended()) is not None:
             result = result or ModelRunnerOutput(req_ids=[], req_id_to_index={}, sampled_token_ids=[])
             result.kv_connector_output = loaded
@@ -212,8 +231,12 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
         done.num_free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         if not workload.is_async and result is not None:
             note_cached(cached, scheduler.update_from_output(plan, result))
+            note_blocks(done, publisher.take_events(), copies, publishes=workload.publishes, sizes=sizes)
             if workload.num_draft_slots:
                 scheduler.update_draft_token_ids(drafted(plan, requests, workload))
+            if workload.num_drafts:
+                names = [name for name in plan.num_scheduled_tokens if not requests[name].is_finished()]
+                scheduler.update_draft_token_ids(DraftTokenIds(names, [[1] * workload.num_drafts for _ in names]))
         for name in [name for name, request in requests.items() if request.is_finished()]:
             done.ended.append(int(name))
             del requests[name]
@@ -440,6 +463,29 @@ def sampled(plan: Any, requests: dict[str, Any], workload: Workload) -> Any:
         place, output = request.num_output_tokens + num_in_flight, workload.asks[int(name)].output
         token = output[place] if place < len(output) else STOP  # after the one that ends it, which is not known yet
         tokens.append([token] if is_last else [])
+    return ModelRunnerOutput(
+        req_ids=names, req_id_to_index={name: place for place, name in enumerate(names)}, sampled_token_ids=tokens
+    )
+
+
+def foreseen(
+    plan: Any, requests: dict[str, Any], workload: Workload, generated: Counter[str], admitted: set[int]
+) -> Any:
+    """Return what a model runner answers if every decode has a draft, of which as much is right as foreseen.
+
+    `generated`: by request, the tokens that it has generated in all steps so far. Those in `admitted` have none.
+    """
+    names = list(plan.num_scheduled_tokens)
+    tokens = []
+    for name in names:
+        if requests[name].is_prefill_chunk:
+            tokens.append([])
+            continue
+        ask, place = workload.asks[int(name)], generated[name]
+        num_drafted = 0 if int(name) in admitted else len(plan.scheduled_spec_decode_tokens.get(name, ()))
+        num_right = min(ask.drafts[place - 1][1], num_drafted, max(0, len(ask.output) - place - 1))
+        tokens.append(ask.output[place : place + num_right + 1] or [STOP])  # a request that has ended computes one more
+        generated[name] += num_right + 1
     return ModelRunnerOutput(
         req_ids=names, req_id_to_index={name: place for place, name in enumerate(names)}, sampled_token_ids=tokens
     )

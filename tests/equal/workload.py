@@ -100,6 +100,12 @@ class Workload(msgspec.Struct):
     """How requests wait for loads from a tier below the device; None without such a tier."""
     num_draft_slots: int = 0
     """The most tokens of a draft; 0 without drafts."""
+    num_drafts: int = 0
+    """The tokens of every draft in virtual time; 0 without such drafts."""
+    is_eagle: bool = False
+    """Whether these drafts are of layers with KV, which depends on the token after each (EAGLE, MTP)."""
+    most_tokens: int = 0
+    """The most tokens of a request, if there are such drafts."""
     finds_prefixes: bool = True
     num_ranks: int = 1
     report_every: int = 0
@@ -121,6 +127,11 @@ class Workload(msgspec.Struct):
         if self.started is not None:
             return int(self.started.start.num_blocks) - 1
         return self.num_pages * len(self.groups)
+
+    @property
+    def lookahead(self) -> int:
+        """The tokens after a block that its hash covers."""
+        return int(self.is_eagle and self.version != "0.32")
 
     @property
     def is_traced(self) -> bool:
@@ -258,6 +269,8 @@ def draw_workload(row: str, seed: int, version: str = "0.32") -> Workload:
         workload.groups = [FULL, *windows, *chunks]
     elif row.startswith("states"):
         add_states(workload, row, draw)
+    elif row in FORESEEN_ROWS:
+        draw_foreseen(workload, row, draw)
     elif row in RETENTION_ROWS:
         add_retention(workload, row, draw)
     elif row in RETAINED_LOAD_ROWS:
@@ -292,6 +305,23 @@ def draw_drafts(workload: Workload, draw: random.Random) -> None:
     size = workload.page_size
     most = max(-(-(len(ask.prompt) + len(ask.output)) // size) for ask in workload.asks)
     workload.num_pages = most + draw.choice([1, 3, 8, 20, 60, 200])
+
+
+def draw_foreseen(workload: Workload, row: str, draw: random.Random) -> None:
+    """Draft as many tokens for every request in every step, in virtual time."""
+    _, method, kinds, *_ = row.split(":")
+    draw_drafts(workload, draw)
+    workload.num_drafts, workload.num_draft_slots = workload.num_draft_slots, 0
+    workload.is_eagle = method == "eagle"
+    for ask in workload.asks:
+        ask.drafts = [(0, min(right + draw.choice([0, 0, 1]), workload.num_drafts)) for _, right in ask.drafts]
+    size = workload.page_size
+    workload.most_tokens = max(len(ask.prompt) + len(ask.output) for ask in workload.asks) + draw.choice([0, 1, 3, 50])
+    workload.num_pages = -(-workload.most_tokens // size) + draw.choice([1, 3, 8, 20, 60, 200])
+    if kinds != "full":
+        add_retention(workload, f"retention:{draw.choice(['0', 'none', 'n'])}:{kinds}", draw)
+        workload.long_prefill_token_threshold = 0
+        workload.watermark = 0.0
 
 
 def draw_loads(workload: Workload, row: str, draw: random.Random) -> None:
@@ -477,6 +507,15 @@ LOAD_ROWS = (
     *GROUP_LOAD_ROWS,
     *STATE_LOAD_ROWS,
 )
+FORESEEN_ROWS = {
+    f"foreseen:{method}:{kinds}{suffix}": f"drafts in virtual time, {method}, {kinds}"
+    f"{', asynchronous scheduling' if suffix else ''}"
+    for method in ("eagle", "ngram")
+    for kinds in ("full", "windows", "latent-windows")
+    for suffix in ("", ":async")
+}
+"""Every decode has a draft. vLLM 0.32 does not find the last block of such a prompt again, in no group: only the first
+kinds are compared with it. In 0.33, hashes cover the token after a block."""
 CADENCE_ROWS = ("cadence", "cadence:async", "cadence-groups")
 """Rows of vLLM 0.33: 0.32 has the option for ranks alone."""
 TIED_ROWS = ("ties", "ties:async", "ties-groups", "tied-loads")
@@ -510,6 +549,7 @@ ROWS = {
     "async-limited": "asynchronous scheduling, a threshold and a watermark, three priorities",
     "drafts": "drafts of tokens, planned before prompts",
     "group-drafts": "the same, with several windows and chunks, everything kept",
+    **FORESEEN_ROWS,
     "loads": "synchronous loads of a connector",
     "loads:async": "the same with asynchronous scheduling",
     "async-loads": "asynchronous loads of a connector, some with a watermark or a threshold",

@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # only an engine with KV groups, tiers, handoffs or page ids 
     from kvarts.core.kv.groups import GroupMemory
     from kvarts.core.kv.transfer import LoadKv, PrefillNs
     from kvarts.core.sched.drafts import Drafter
+    from kvarts.core.sched.foreseen_drafts import Speculation
     from kvarts.core.sched.handoffs import Handoffs
     from kvarts.core.sched.input_batch import InputBatch
     from kvarts.core.sched.loads import Loads
@@ -157,7 +158,7 @@ class Planning(NamedTuple):
 
     `policy`: chooses the next waiting request; default: by priority, then arrival. `drafter`: proposes draft tokens,
     for an executor that verifies them; executors in virtual time compute no tokens and do not support one.
-    `num_draft_slots`: drafts come first, see Scheduler. `hands_over`: other engines compute the prompts of requests or
+    `num_draft_slots`: drafts come first, see Scheduler. `speculation`: drafts in virtual time. `hands_over`: other engines compute the prompts of requests or
     continue them. `plans_ahead`: a step is planned while the one before it runs, as in Scheduler; not for executors
     that compute tokens. `finds_prefixes`: False for an engine without a prefix cache, whose requests find nothing.
     `step_ns`: the expected duration of a step, for `max_itl_ms`. `ends_steps`: as of Preemptor.
@@ -168,6 +169,7 @@ class Planning(NamedTuple):
     policy: AdmissionPolicy | None = None
     drafter: Drafter | None = None
     num_draft_slots: int = 0
+    speculation: Speculation | None = None
     hands_over: bool = False
     plans_ahead: bool = False
     finds_prefixes: bool = True
@@ -270,6 +272,7 @@ class _Assembly:
             self._handoffs() if planning.hands_over else None,
             planning.drafter,
             planning.num_draft_slots,
+            planning.speculation,
             planning.step_ns,
             num_kept,
             planning.batches,
@@ -310,6 +313,7 @@ class _Assembly:
             below=below,
             make_order=self.make_order,
             plans_ahead=self.planning.plans_ahead,
+            names_decodes=self.planning.speculation is not None,
             leaps_emitted=storage.leaps_emitted and not hands_over,
         )
 
@@ -373,12 +377,13 @@ def open_group_cache(
     make_order: Callable[[], EvictionOrder] = LruOrder,
     plans_ahead: bool = False,
     leaps_emitted: bool = False,
+    names_decodes: bool = False,
 ) -> GroupPages:
     """Return the cache of an engine for a model with the KV groups of `memory`, in `num_blocks` blocks.
 
     `with_ids`: parts have ids, which executors and pages kept in use between requests need. `emit` receives the events
     of parts. `below`: the tiers below it. `make_order`: makes the order in which runs of parts are evicted; LruOrder
-    stands for the cache's own list. `plans_ahead`, `leaps_emitted`: see GroupPages.
+    stands for the cache's own list. `plans_ahead`, `leaps_emitted`, `names_decodes`: see GroupPages.
 
     Raise ConfigError for an order derived from LruOrder, which links whole pages.
     """
@@ -404,6 +409,7 @@ def open_group_cache(
         at_branches=config.snapshots == "branches",
         plans_ahead=plans_ahead,
         leaps_emitted=leaps_emitted,
+        names_decodes=names_decodes,
     )
 
 

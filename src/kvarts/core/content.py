@@ -39,6 +39,7 @@ class Content:
         "_notes",
         "_pages_per_unit",
         "hints",
+        "lookahead",
         "num_known_pages",
         "num_known_tokens",
         "num_prompt_tokens",
@@ -60,8 +61,12 @@ class Content:
         owner: int,
         salt: str | None = None,
         hints: Hints | None = None,
+        lookahead: int = 0,
     ) -> None:
-        """Create a content from `units`, 8 bytes each in native byte order. `salt`: the tenant."""
+        """Create a content from `units`, 8 bytes each in native byte order. `salt`: the tenant.
+
+        `lookahead`: the tokens after a page that have to be equal as well for it to be equal.
+        """
         if len(units) // UNIT_BYTES * unit_tokens < num_tokens:
             raise ConfigError(
                 f"{len(units) // UNIT_BYTES} units of {unit_tokens} tokens do not cover {num_tokens} tokens",
@@ -71,11 +76,12 @@ class Content:
         self.unit_tokens = unit_tokens
         self.page_size = page_size
         self.num_known_tokens = num_tokens
-        self.num_known_pages = num_tokens // page_size
+        self.lookahead = lookahead
+        self.num_known_pages = max(0, num_tokens - lookahead) // page_size
         self.num_prompt_tokens = num_tokens
         """The tokens of its request's prompt, as far as there is a request."""
         # 0 if page and unit boundaries are not aligned.
-        self._pages_per_unit = 0 if unit_tokens % page_size else unit_tokens // page_size
+        self._pages_per_unit = 0 if unit_tokens % page_size or lookahead else unit_tokens // page_size
         self.owner = owner
         self.salt = salt
         self.hints = hints
@@ -92,18 +98,27 @@ class Content:
         owner: int,
         salt: str | None = None,
         hints: Hints | None = None,
+        lookahead: int = 0,
     ) -> Content:
         """Return a growable content of single tokens, ids in [0, 2**64). Raise ConfigError for other ids."""
         units = bytearray(pack_units(token_ids))
         num_tokens = len(units) // UNIT_BYTES
-        return cls(units, num_tokens=num_tokens, page_size=page_size, owner=owner, salt=salt, hints=hints)
+        return cls(
+            units,
+            num_tokens=num_tokens,
+            page_size=page_size,
+            owner=owner,
+            salt=salt,
+            hints=hints,
+            lookahead=lookahead,
+        )
 
     def append(self, packed_tokens: bytes) -> None:
         """Append known tokens, packed in 8 bytes each. Requires `unit_tokens` 1."""
         assert self.unit_tokens == 1 and isinstance(self.units, bytearray)
         self.units += packed_tokens
         self.num_known_tokens += len(packed_tokens) // UNIT_BYTES
-        self.num_known_pages = self.num_known_tokens // self.page_size
+        self.num_known_pages = max(0, self.num_known_tokens - self.lookahead) // self.page_size
 
     def note(self, reader: object, notes: object) -> None:
         """Attach `notes` of `reader` to this content, for as long as it lives."""
@@ -142,7 +157,7 @@ class Content:
             last = first + UNIT_BYTES
         else:
             first = page * self.page_size // self.unit_tokens * UNIT_BYTES
-            last = -(-(page + 1) * self.page_size // self.unit_tokens) * UNIT_BYTES
+            last = -(-((page + 1) * self.page_size + self.lookahead) // self.unit_tokens) * UNIT_BYTES
         units = self.units
         return units[first:last] if isinstance(units, bytes) else bytes(units[first:last])
 
@@ -161,7 +176,7 @@ class Content:
             last = -(-end // self._pages_per_unit)
         else:
             first = start * self.page_size // self.unit_tokens
-            last = -(-end * self.page_size // self.unit_tokens)
+            last = -(-(end * self.page_size + self.lookahead) // self.unit_tokens)
         first_byte, last_byte = first * UNIT_BYTES, last * UNIT_BYTES
         units, others = self.units, other.units
         # Compiled, a part of bytes is made without a slice object.
@@ -172,7 +187,7 @@ class Content:
         # Read as little-endian numbers, the lowest differing bit is in the first differing unit.
         differing = int.from_bytes(mine, "little") ^ int.from_bytes(theirs, "little")
         first_differing = first + ((differing & -differing).bit_length() - 1) // (8 * UNIT_BYTES)
-        return max(start, first_differing * self.unit_tokens // self.page_size)
+        return max(start, (first_differing * self.unit_tokens - self.lookahead) // self.page_size)
 
 
 NOTHING = Content(b"", num_tokens=0, page_size=1, owner=-1)

@@ -112,7 +112,7 @@ class GroupPages(Cache):
     examines the parts that are evicted next, so the cache follows no decodes. `eviction_order`: chooses the next run to
     evict, and is notified of each release, so the cache follows no decodes either; without it, the least recently
     released run is evicted next. `at_branches`: as of RunCache. `plans_ahead`: decodes release and publish a step
-    later; with `emit` or a tier below, it follows none.
+    later; with `emit` or a tier below, it follows none. `names_decodes`: their pages are named at their turns.
     """
 
     __slots__ = (
@@ -141,6 +141,7 @@ class GroupPages(Cache):
         at_branches: bool = False,
         plans_ahead: bool = False,
         leaps_emitted: bool = False,
+        names_decodes: bool = False,
     ) -> None:
         ids = IdPool(num_blocks) if with_ids else None
         pool = CountPool(num_blocks) if ids is None else ids
@@ -186,7 +187,7 @@ class GroupPages(Cache):
         is_named = emit is not None and (not leaps_emitted or num_below > 0 or memory.has_states_by_page)
         is_named = is_named or (plans_ahead and (emit is not None or num_below > 0))
         is_periodic = bool(memory.retention_interval)  # parts of decodes are retained
-        self.names_decodes = with_ids or is_named or is_watched or is_periodic or has_sizes
+        self.names_decodes = names_decodes or with_ids or is_named or is_watched or is_periodic or has_sizes
         self.publishes_all = self.names_decodes or emit is not None
         if not self.names_decodes:
             self.decodes = DecodesInGroups(self)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvarts.core.parts.chunk_ends import AlignedChunks
     from kvarts.core.parts.combines import Refusal
     from kvarts.core.sched.drafts import Drafter
+    from kvarts.core.sched.foreseen_drafts import Speculation
     from kvarts.core.sched.handoffs import Handoffs
     from kvarts.core.sched.loads import Loads
     from kvarts.core.sched.scheduler import Scheduler
@@ -48,8 +49,8 @@ class Opening(NamedTuple):
     """One scheduler, and what was made or asked for around it. None where the engine does not have it.
 
     `num_kept`: blocks that an admission leaves free if a request runs. `step_ns`: the expected
-    duration of a step. `num_draft_slots`: the most tokens of a draft, if drafts come before prompts. `batches`: the
-    rules of steps of prompts or of decodes. `host`: host memory below their cache.
+    duration of a step. `num_draft_slots`: the most tokens of a draft, if drafts come before prompts.
+    `speculation`: drafts in virtual time. `batches`: the rules of steps of prompts or of decodes. `host`: host memory below their cache.
     """
 
     scheduler: Scheduler
@@ -58,6 +59,7 @@ class Opening(NamedTuple):
     handoffs: Handoffs | None = None
     drafter: Drafter | None = None
     num_draft_slots: int = 0
+    speculation: Speculation | None = None
     step_ns: Callable[[Batch], int] | None = None
     num_kept: int = 0
     batches: BatchRules | None = None
@@ -146,7 +148,7 @@ def _open_ahead(opening: Opening) -> Acts | None:
 def _open_settling(opening: Opening) -> Acts | None:
     scheduler, loads = opening.scheduler, opening.loads
     cache = scheduler.cache
-    if not cache.frees_skipped or opening.num_draft_slots:
+    if not cache.frees_skipped or opening.num_draft_slots or opening.speculation is not None:
         return None
     from kvarts.core.parts.settling import Settling
 
@@ -170,6 +172,10 @@ def _open_times(opening: Opening) -> Acts | None:
 
 def _open_drafts(opening: Opening) -> Acts | None:
     scheduler = opening.scheduler
+    if opening.speculation is not None:
+        from kvarts.core.sched.foreseen_drafts import ForeseenDrafts
+
+        return ForeseenDrafts(scheduler, opening.speculation).acts()
     if opening.drafter is None:
         return None
     from kvarts.core.sched.drafts import Drafts

@@ -57,6 +57,10 @@ class Drafter(Protocol):
         """Record how many of the tokens that were drafted for `request` were right."""
 
 
+def _num_named(request: Request) -> int:
+    return table_of(request).num_named
+
+
 class DraftTotals(msgspec.Struct, frozen=True):
     """Totals of drafts so far: drafts, drafted tokens, and accepted tokens."""
 
@@ -92,7 +96,7 @@ class Drafts:
         """Whether prompts are computed in the step being planned, or anything, when the queue is first looked at."""
         if num_slots:
             self._check_budget(num_slots)
-            scheduler.running.names_at_turns = True
+            scheduler.running.names_at_turns = _num_named
 
     def _check_budget(self, num_slots: int) -> None:
         config = self._scheduler.config

@@ -17,6 +17,7 @@ from kvarts.core.sched.running import Running
 if TYPE_CHECKING:
     from kvarts.core.parts.chunk_ends import AlignedChunks
     from kvarts.core.parts.latency import ItlBound
+    from kvarts.core.sched.foreseen_drafts import ForeseenDrafts
     from kvarts.core.sched.input_batch import InputBatch
     from kvarts.core.sched.loads import Loads, LoadUnderWay
 
@@ -31,6 +32,7 @@ class Prefill:
         "_batch",
         "_cache",
         "_computing_step",
+        "_drafts",
         "_emit",
         "_is_limited",
         "_itl",
@@ -89,6 +91,7 @@ class Prefill:
         self._loads: Loads | None = None
         self._itl: ItlBound | None = None
         self._aligned: AlignedChunks | None = None
+        self._drafts: ForeseenDrafts | None = None
         self._is_limited = False
         """Whether more than the budget limits a chunk."""
         self._notes_chunks = running.lag > 0
@@ -100,6 +103,15 @@ class Prefill:
         """Record the pages that chunks fill for the tiers below, and compute the fronts of `loads`."""
         self._loads = loads
         self._notes_chunks = True
+
+    def room_for(self, drafts: ForeseenDrafts) -> None:
+        """Let requests have the room that `drafts` asks for, and name their pages as it says."""
+        self._drafts = drafts
+        self._notes_chunks = True
+
+    def _room(self, num_tokens: int) -> int:
+        """Return the tokens for which a request has room after a step that computes its first `num_tokens`."""
+        return num_tokens if self._drafts is None else self._drafts.room(num_tokens)
 
     def bound(self, itl: ItlBound) -> None:
         """Compute no more than `itl` allows beside decodes."""
@@ -240,7 +252,8 @@ class Prefill:
             if request.own is None:
                 assert request.table is not None
                 # Usually there is much more room than the next chunk can take.
-                num_most += (num_tokens // self._page_size + 2) * cache.page_blocks
+                num_room = self._room(start + num_tokens) - start
+                num_most += (num_room // self._page_size + 2) * cache.page_blocks
                 if planned and (cache.releases or num_most > cache.num_free):
                     if running.is_in_order:  # those planned are certain to be computed
                         budget -= self._compute_planned(planned, chunks)
@@ -249,7 +262,7 @@ class Prefill:
                 if cache.releases:
                     running.settle(request, start)
                 if num_most > cache.num_free:
-                    num_blocks = max(0, cache.needs.to_run(request.table, start, start + num_tokens))
+                    num_blocks = max(0, cache.needs.to_run(request.table, start, start + num_room))
                     num_decoding = running.wheel.num_decoding
                     if not self._preemptor.make_room(request, num_blocks, now_ns, planned):
                         if self._preemptor.ends_steps:
@@ -278,9 +291,10 @@ class Prefill:
         cache = self._cache
         if cache.releases and num_tokens > 0:
             running.settle(request, start)
-        if (num_tokens // self._page_size + 2) * cache.page_blocks > cache.num_free:
+        num_room = self._room(start + num_tokens) - start if num_tokens > 0 else num_tokens
+        if (num_room // self._page_size + 2) * cache.page_blocks > cache.num_free:
             assert request.table is not None
-            num_blocks = max(0, cache.needs.to_run(request.table, start, start + num_tokens))
+            num_blocks = max(0, cache.needs.to_run(request.table, start, start + num_room))
             num_decoding = running.wheel.num_decoding
             if not self._preemptor.make_room(request, num_blocks, now_ns, {}):
                 num_tokens = 0
@@ -303,7 +317,7 @@ class Prefill:
                 if self._emit is not None:
                     self._emit(ChunkPlanned(request.index, chunk.end))
                 assert request.table is not None
-                self._cache.take_for(request.table, chunk.end)
+                self._cache.take_for(request.table, self._room(chunk.end))
 
     def _compute_planned(self, planned: dict[int, Planned], chunks: list[Chunk]) -> int:
         """Compute the chunks in `planned`, and remove them; return the number of their tokens.
@@ -436,6 +450,8 @@ class Prefill:
             request.has_unread = True
             cache.take_for(table, end)
             cache.publish(table, start)
+        elif self._drafts is not None:
+            self._drafts.extend(request, table, end, num_known)
         else:
             cache.extend(table, end, is_end=end == num_known)
         if self._loads is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from kvarts.core.kv.cache import BlockTable, Cache
@@ -139,8 +139,8 @@ class Running(RunningOrder):
         self._keeps_tokens = batch is not None or cache.publishes_all
         self.chunked: list[Request] = []
         """Requests off the wheel that have known tokens to compute after the last step, in order of admission."""
-        self.names_at_turns = False
-        """Whether pages become findable only at turns: those that are full when their request leaves are lost."""
+        self.names_at_turns: Callable[[Request], int] | None = None
+        """Returns how many pages of a request that leaves can be found, if pages become findable only at turns."""
         self.num_left = 0
         """The number of times a request has released its pages."""
         self.lag = int(plans_ahead)
@@ -326,6 +326,8 @@ class Running(RunningOrder):
 
     def shares(self, request: Request) -> bool:
         """Return whether other requests may hit pages that `request` generates, or its tokens must be kept."""
+        if self.names_at_turns is not None and self.batch is None:
+            return False
         if self._keeps_tokens:
             return True
         return request.own is None and request.content.num_known_tokens > request.num_prompt_tokens
@@ -401,8 +403,8 @@ class Running(RunningOrder):
             if num_pages < table.num_pages:
                 num_pages = table.num_pages
         num_full = num_computed // page_size - num_unnamed
-        if self.names_at_turns:
-            num_full = table.num_named
+        if self.names_at_turns is not None:
+            num_full = self.names_at_turns(request)
         self._cache.close(table, num_full, num_pages)
         self.num_left += 1
         request.table = None
