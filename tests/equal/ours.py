@@ -208,6 +208,7 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         decoded = {each.index: each.admission for each in given_up if scheduler.wheel.has(each)}
         if engine.begin(now_ns):
             decoding = [each.index for each in scheduler.running if each.state is RequestState.DECODING]
+            decoding = [index for index in decoding if index not in scheduler.step.held]
             num_free = scheduler.cache.num_free
             is_under_way = workload.is_async
             if is_under_way:
@@ -218,7 +219,7 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
             # given up during it, some compute a token.
             stopped = [index for index in recorder.step.ended if requests[index].stops]
             gone = sorted(decoded, key=decoded.__getitem__) + stopped
-            gone = [index for index in gone if index not in recorder.step.preempted]
+            gone = [index for index in gone if index not in (*recorder.step.preempted, *scheduler.step.held)]
             num_gone = engine.batch.num_decodes - len(decoding) if workload.is_async else 0
             recorder.step.tokens.update(dict.fromkeys(decoding + gone[:num_gone], 1))
             for index in set(recorder.num_drafted) & set(recorder.step.tokens):

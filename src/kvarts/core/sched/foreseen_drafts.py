@@ -60,6 +60,10 @@ class ForeseenDrafts:
         self._asked = speculation
         self._taken: list[tuple[Request, int]] = []
         """The decodes of the step, and how many tokens of each are drafted."""
+        self._held: list[Request] = []
+        """Decodes that compute nothing in the step: a whole draft before may have taken them to the most tokens."""
+        self._waited: set[int] = set()
+        """Requests that computed nothing in the last step, so that all of their tokens are known."""
         self._padded: list[Request] = []
         """Requests that start in the step with room for a draft, which they do not have."""
         self._judged: dict[int, tuple[int, int]] = {}
@@ -116,7 +120,8 @@ class ForeseenDrafts:
     def take_turns(self, step: Step) -> bool:
         """Let each decode, in the order of admission, take the room of its next token and of its draft."""
         running, wheel = self._scheduler.running, self._wheel
-        self._taken, self._padded = [], []
+        self._waited = {request.index for request in self._held}
+        self._taken, self._padded, self._held = [], [], []
         decodes = [request for request in running if wheel.has(request) and request.own is None]
         served: set[int] = set()
         for request in sorted(decodes, key=lambda request: request.admission):
@@ -124,18 +129,25 @@ class ForeseenDrafts:
                 step.is_cut = True
                 break
         self._taken = [each for each in self._taken if each[0].admission >= 0]
+        self._held = [request for request in self._held if request.admission >= 0]
+        step.held = [request.index for request in self._held]
         step.num_drafted = sum([count for _, count in self._taken])
         return True
 
     def _take_turn(self, request: Request, now_ns: int, served: set[int]) -> bool:
         """Let one decode take its turn, and preempt requests for it; return whether more can be planned."""
         scheduler, cache, asked, table = self._scheduler, self._cache, self._asked, table_of(request)
-        lag, start = scheduler.running.lag, self._wheel.num_computed(request)
+        start = self._wheel.num_computed(request)
+        lag = scheduler.running.lag and request.index not in self._waited
         accepted, rejected = self._judged.get(request.index, (0, 0)) if lag else (0, 0)
-        if cache.releases:
-            cache.free_skipped(table, start, scheduler.running.num_in_flight(request) + accepted)
-            cache.count()
         planned = start + rejected  # as if all drafts of the step under way were right
+        if planned + 1 >= asked.most_tokens:
+            self._judged.pop(request.index)
+            self._held.append(request)
+            return True
+        if cache.releases:
+            cache.free_skipped(table, start, scheduler.running.num_in_flight(request) + accepted if lag else 0)
+            cache.count()
         num_drafted = max(0, min(asked.num_drafts, asked.most_tokens - planned - 2))
         end = self.room(planned + 1 + num_drafted)
         num_blocks = cache.needs.to_run(table, start, end)
@@ -203,7 +215,7 @@ class ForeseenDrafts:
         wheel, asked, lag = self._wheel, self._asked, self._scheduler.running.lag
         self._judged = {request.index: (0, asked.num_drafts) for request in self._padded}
         for request, num_drafted in self._taken:
-            if request.admission < 0 or not wheel.has(request):
+            if not wheel.has(request):
                 continue
             num_left = request.stop_step - wheel.step
             num_generated = request.max_tokens - num_left - 1
@@ -217,13 +229,19 @@ class ForeseenDrafts:
                 self._emit(DraftJudged(request.index, num_drafted, num_accepted))
             if asked.names_at_ends and not lag:
                 self._publish(request, table_of(request), wheel.num_computed(request) + 1)
+        for request in self._held:
+            if wheel.has(request):
+                wheel.hold(request)
         if asked.names_at_ends and not lag:
             for request in self._scheduler.prefill.completing:
                 self._publish(request, table_of(request), request.num_computed)
 
     def publish_read(self, step: Step) -> None:
         """Make findable, after a plan, what the step before it has filled: its tokens are known now."""
-        for request, _ in self._taken:
+        if self._held:
+            assert self._scheduler.ahead is not None
+            self._scheduler.ahead.has_released = True  # the next plan is another one
+        for request in (*[request for request, _ in self._taken], *self._held):
             if request.admission >= 0 and request.state is RequestState.DECODING:
                 self._publish(request, table_of(request), self._wheel.num_computed(request))
 

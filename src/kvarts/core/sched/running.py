@@ -364,7 +364,10 @@ class Running(RunningOrder):
             self.wheel.join(request)
             self.num_sharing += self.shares(request)
         else:
-            self._cache.stop_decoding(request.table, -(-request.num_computed // self._page_size))
+            num_pages = -(-request.num_computed // self._page_size)
+            if self.names_at_turns is not None:  # it may have room for more
+                num_pages = max(num_pages, request.table.num_pages)
+            self._cache.stop_decoding(request.table, num_pages)
 
     def end_again(self, request: Request) -> None:
         """Take `request`, which has ended, off the wheel, if it computes the token that ended it."""
@@ -396,6 +399,8 @@ class Running(RunningOrder):
         if batch is not None:
             batch.append_sampled(request, request.num_known, self.wheel.step)
             batch.leave(request)
+            num_pages = table.num_pages
+        elif self.names_at_turns is not None:
             num_pages = table.num_pages
         else:
             # Pages of decodes are taken in bulk; a request that was loaded has its pages before it computes.

@@ -239,7 +239,7 @@ class Scheduler(SchedulerState):
         for close in self.hooks.closing:
             close(step)
         self.cache.look(self.mark)
-        step.num_decodes = 0 if step.rests else self.wheel.num_decoding
+        step.num_decodes = 0 if step.rests else self.wheel.num_decoding - len(step.held)
         step.known_tokens = self.wheel.known_tokens if step.num_decodes else 0
         for note in self.hooks.planned:
             note(step)
@@ -259,7 +259,7 @@ class Scheduler(SchedulerState):
                 step.is_cut = True
         step.budget = self.pages.token_budget - step.num_drafted
         if not step.rests:
-            step.budget -= wheel.num_decoding
+            step.budget -= wheel.num_decoding - len(step.held)
         if running.chunked and step.budget > 0 and not step.is_cut:
             # A part of a budget may be just enough for the decodes.
             step.budget = self.prefill.resume(step.budget, step.now_ns, step.chunks)

@@ -109,6 +109,7 @@ class Step:
         "budget",
         "chunks",
         "has_loaded",
+        "held",
         "is_cut",
         "is_idle",
         "known_tokens",
@@ -126,6 +127,8 @@ class Step:
         self.budget = 0
         self.num_drafted = 0
         """Tokens of drafts that have taken their pages before prompts."""
+        self.held: list[int] = []
+        """Decodes that compute nothing in the step, by index. Written by a part for every step."""
         self.num_decodes = 0
         self.known_tokens = 0
         """The tokens that all its decodes know."""

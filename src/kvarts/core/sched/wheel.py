@@ -177,7 +177,15 @@ class DecodeWheel:
 
         At least one token must be left to generate. The request takes pages of the pool.
         """
-        assert request.own is None and 0 < num_tokens <= request.stop_step - self.step
+        assert 0 < num_tokens <= request.stop_step - self.step
+        self._move(request, num_tokens)
+
+    def hold(self, request: Request) -> None:
+        """Let `request` compute nothing in the step that ends: `turn` follows."""
+        self._move(request, -1)
+
+    def _move(self, request: Request, num_tokens: int) -> None:
+        assert request.own is None
         slot = -request.wheel_base % self.page_size
         del self._members[slot][request.admission]
         self._needing_step = -1
