@@ -476,7 +476,7 @@ def foreseen(
     `generated`: by request, the tokens that it has generated in all steps so far. Those in `admitted` have none.
     """
     names = list(plan.num_scheduled_tokens)
-    tokens = []
+    tokens: list[list[int]] = []
     for name in names:
         if requests[name].is_prefill_chunk:
             tokens.append([])

@@ -60,12 +60,15 @@ def _counted(text: str) -> str:
 
 
 def _drafted(name: str, text: str) -> Pairs:
-    """Return the number of drafted tokens in the JSON of a speculative configuration."""
+    """Return the number of drafted tokens in the JSON of a speculative configuration, and the method if it has one."""
     try:
-        number = msgspec.json.decode(text, type=dict[str, object])["num_speculative_tokens"]
+        asked = msgspec.json.decode(text, type=dict[str, object])
+        number = asked["num_speculative_tokens"]
     except (*UNDECODED, KeyError):
         refuse(NAME, f"--speculative-config {text} is no JSON object with num_speculative_tokens.")
-    return [(KEYS["spec-tokens"], str(number))]
+    method = asked.get("method")
+    pairs = [(KEYS["spec-tokens"], str(number))]
+    return pairs if method is None else [*pairs, ("speculative_method", str(method))]
 
 
 def _cached_states(name: str, mode: str) -> Pairs:

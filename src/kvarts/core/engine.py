@@ -236,7 +236,8 @@ class Engine:
             if scheduler.loads is not None:
                 num_loading = scheduler.loads.num_waiting
                 num_waiting += num_loading
-        is_as_before = num_reserved == self.num_reserved_told and not step.preempted
+        num_drafted = step.num_drafted if self._result is None else 0
+        is_as_before = num_reserved == self.num_reserved_told and not step.preempted and not num_drafted
         if emit_row is not None and self._result is None and is_as_before:
             row = (
                 duration_ns,
@@ -276,6 +277,10 @@ class Engine:
         )
         if self._result is not None and self.plan.drafts is not None:
             done = with_drafts(done, self.plan, self._result)
+        elif num_drafted:
+            done = done.replaced(
+                num_tokens=num_tokens + num_drafted, num_drafted=num_drafted, num_accepted=step.num_accepted
+            )
         emit(done)
 
     def end(self) -> list[Request]:

@@ -80,6 +80,7 @@ class Arrivals(Informed):
         self._page_size = engines[0].config.page_size
         # In the mocker profile, every generated token differs from all others.
         self._know_output = engines[0].config.profile != "mocker"
+        self._lookahead = engines[0].scheduler.lookahead
         self._num_arrived = 0
         self._delay_ns = delay_ns
         self._timeout_ns = timeout_ns
@@ -96,7 +97,13 @@ class Arrivals(Informed):
         self._num_arrived += 1
         request = Request(
             index,
-            self._trace.content(row, page_size=self._page_size, owner=index, know_output=self._know_output),
+            self._trace.content(
+                row,
+                page_size=self._page_size,
+                owner=index,
+                know_output=self._know_output,
+                lookahead=self._lookahead,
+            ),
             num_prompt_tokens=row.num_prompt_tokens,
             max_tokens=row.num_output_tokens,
             arrival_ns=now_ns - self._delay_ns,

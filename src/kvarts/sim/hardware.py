@@ -16,13 +16,14 @@ from kvarts.base.limits import MOST_BYTES, MOST_DRAFTED, MOST_REPLICAS, brief, c
 from kvarts.base.settings import AtLeastOne, Given, SettingError, setting, settings_of
 from kvarts.base.units import meant_size, parse_bytes
 from kvarts.core.config import BatchEngineConfig, EngineConfig
-from kvarts.sim.vllm_start import VERSIONS, StartRefusedError, start_facts
+from kvarts.sim.vllm_start import VERSIONS, StartDrafts, StartRefusedError, start_facts
 
 if TYPE_CHECKING:
     from kvarts.core.kv.groups import PartGroup
     from kvarts.cost.hardware.fit import MemoryFit
     from kvarts.cost.hardware.geometry import Geometry
     from kvarts.cost.roofline import CostSpec
+    from kvarts.cost.vllm.start import StartSettings
 
 WAYS = ("tensor_parallel", "data_parallel", "expert_parallel", "pipeline_parallel")
 """Settings of a device that state how a model is divided, and over how many devices."""
@@ -40,6 +41,9 @@ __all__ = [
     "plans_batches",
 ]
 __all__ += ["place", "resolve_hardware"]
+
+
+DRAFT_METHODS = ("mtp", "eagle", "eagle3", "ngram")
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,6 +67,14 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         int,
         setting("Tokens drafted after each decode, by layers such as MTP, and verified in its step.", metavar="N"),
     ] = 0
+    speculative_method: Annotated[
+        str | None,
+        setting(
+            "What drafts, in a start of vLLM: mtp, eagle, eagle3 (layers with KV), or ngram.",
+            metavar="NAME",
+            default="mtp",
+        ),
+    ] = None
     max_model_len: Annotated[
         int | None,
         setting(
@@ -89,7 +101,19 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 of=self,
                 hint="Give {speculative_tokens} 3 and {acceptance} 0.8,0.6,0.4, or neither.",
             )
+        if self.speculative_method is not None and self.speculative_method not in DRAFT_METHODS:
+            raise SettingError(
+                f"is {brief(self.speculative_method)}, which is not modelled",
+                "speculative_method",
+                of=self,
+                hint=f"Give {', '.join(DRAFT_METHODS)}.",
+            )
         _ = self.rates
+
+    @property
+    def method(self) -> str:
+        """What drafts."""
+        return self.speculative_method or "mtp"
 
     @property
     def rates(self) -> tuple[float, ...]:
@@ -380,12 +404,11 @@ def keeps_less(given: Given) -> bool:
 def _started(engine: str, placed: Placed, model: ModelSettings, on: DeviceSettings, given: Given) -> dict[str, Any]:
     """Return the fields that a start of vLLM decides. `pages`: its number of blocks, as --num-gpu-blocks-override."""
     from kvarts.cost.hardware.device import load_device
+    from kvarts.cost.roofline import RooflineCost
     from kvarts.cost.vllm.start import StartSettings, start
 
     if placed.geometry is None or on.device is None:
         raise SettingError("needs a model and a device", "engine")
-    if model.speculative_tokens:
-        raise SettingError("is not started with drafts", "engine", "speculative_tokens")
     if "kv_groups" in given:
         raise SettingError("is what {engine} decides", "kv_groups", hint="Leave it out.")
     has_prefix_caching = not given.get("no_prefix_caching", False)
@@ -402,8 +425,16 @@ def _started(engine: str, placed: Placed, model: ModelSettings, on: DeviceSettin
         memory_fraction=on.memory_fraction,
         has_prefix_caching=has_prefix_caching,
         has_async_scheduling=given.get("async_scheduling", True),
+        num_drafts=model.speculative_tokens,
+        has_draft_layers=model.method != "ngram",
     )
     decided = start(placed.geometry, load_device(on.device), settings)
+    drafts = None
+    if model.speculative_tokens:
+        _check_drafts(model, placed.geometry, settings)
+        drafts = StartDrafts(
+            model.speculative_tokens, model.method, model.rates, decided.max_model_len, settings.version
+        )
     num_blocks, kv_bytes = given.get("pages"), kv_bytes_of(on)
     if num_blocks is None and kv_bytes is None:
         engine_config = EngineConfig(
@@ -421,7 +452,37 @@ def _started(engine: str, placed: Placed, model: ModelSettings, on: DeviceSettin
     own = msgspec.structs.replace(decided.settings, num_blocks_override=num_blocks)
     plan = msgspec.structs.replace(decided, settings=own).plan(kv_bytes or 0)
     shown = None if num_blocks is not None else kv_bytes
-    return start_facts(decided, plan, available_bytes=shown, has_prefix_caching=has_prefix_caching, device=on.device)
+    facts = start_facts(
+        decided,
+        plan,
+        available_bytes=shown,
+        has_prefix_caching=has_prefix_caching,
+        device=on.device,
+        drafts=drafts,
+    )
+    if drafts is not None and isinstance(placed.cost, RooflineCost):
+        # Each step takes its whole time, as the tokens that it generates are counted.
+        facts["cost"] = msgspec.structs.replace(placed.cost, acceptance=(0.0,) * drafts.num_drafts)
+    return facts
+
+
+def _check_drafts(model: ModelSettings, geometry: Geometry, settings: StartSettings) -> None:
+    """Raise SettingError for drafts that are not replayed as vLLM schedules them."""
+    kinds = {layer.kind for layer in geometry.layers}
+    if "state" in kinds:
+        raise SettingError("does not draft for models with states: vLLM's states of drafts", "engine")
+    if model.method == "ngram" and settings.has_async_scheduling:
+        raise SettingError(
+            "schedules guesses by n-grams one step after the other",
+            "engine",
+            hint="Give {async_scheduling} false.",
+        )
+    if model.method != "ngram" and settings.version == "0.32" and geometry.keeps_less:
+        raise SettingError(
+            "drops a block of some layers' hits with drafts, which is replayed for models that keep every token",
+            "engine",
+            hint="Give {engine} vllm==0.33, which drops none.",
+        )
 
 
 def _calibrated(given: Given, cost: Any) -> Given:

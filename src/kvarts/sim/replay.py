@@ -386,6 +386,7 @@ def storage_of(config: ReplayConfig) -> Storage:
 def planning_of(config: ReplayConfig) -> Planning:
     """Return how an engine in virtual time of `config` plans its steps."""
     policy, running = config.order
+    drafts = None if config.start is None else config.start.drafts
     return Planning(
         policy=policy,
         running=running,
@@ -394,6 +395,7 @@ def planning_of(config: ReplayConfig) -> Planning:
         step_ns=config.cost_model.step_ns,
         ends_steps=rules_of(config.engine).ends_steps,
         batches=config.batches,
+        speculation=None if drafts is None else drafts.speculation(),
     )
 
 

@@ -13,15 +13,26 @@ from kvarts.base.settings import SettingError
 
 if TYPE_CHECKING:
     from kvarts.core.kv.groups import PartGroup
+    from kvarts.core.sched.foreseen_drafts import Speculation
     from kvarts.cost.vllm.planning import Plan, PlanGroup
     from kvarts.cost.vllm.start import Start
 
-__all__ = ["NEWEST", "VERSIONS", "StartRefusedError", "VersionRules", "VllmStart", "rules_of", "start_facts"]
+__all__ = [
+    "NEWEST",
+    "VERSIONS",
+    "StartDrafts",
+    "StartRefusedError",
+    "VersionRules",
+    "VllmStart",
+    "rules_of",
+    "start_facts",
+]
 
 VERSIONS: dict[str, Literal["0.32", "0.33"]] = {"vllm==0.32": "0.32", "vllm==0.33": "0.33"}
 """Engines that start as a version of vLLM does."""
 NEWEST = "vllm==0.33"
 """The version that `vllm` means, where the replay has all that it starts with."""
+MASK = (1 << 64) - 1
 LAYERS = {"mla": "latent", "window_mla": "window"}
 """Kinds of layers by the kinds of their specs, where the names differ."""
 
@@ -49,15 +60,62 @@ class StartRefusedError(SettingError):
     """A refusal by vLLM itself, in its words, or no memory left for it."""
 
 
+class StartDrafts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Drafts of a start: `num_drafts` tokens after each decode, by `method`.
+
+    `rates`: for each of them, the probability that it and all before it are right. `most_tokens`: of a request.
+    """
+
+    num_drafts: int
+    method: str
+    rates: tuple[float, ...]
+    most_tokens: int
+    version: str
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether layers with KV draft."""
+        return self.method != "ngram"
+
+    def speculation(self) -> Speculation:
+        """Return them as an engine in virtual time drafts."""
+        from kvarts.core.sched.foreseen_drafts import Speculation
+
+        is_old = self.version == "0.32"
+        return Speculation(
+            num_drafts=self.num_drafts,
+            num_slots=self.num_drafts if self.has_layers else 0,
+            most_tokens=self.most_tokens,
+            accepts=self.num_accepted,
+            lookahead=int(self.has_layers and not is_old),
+            drops_last=self.has_layers and is_old,
+            names_at_ends=not is_old,
+        )
+
+    def num_accepted(self, request: int, num_generated: int) -> int:
+        """Return how many tokens of a draft are right: the same in each replay, wherever the request runs."""
+        drawn = _mixed((request << 24) + num_generated) / 2.0**64
+        return sum(rate > drawn for rate in self.rates)
+
+
+def _mixed(number: int) -> int:
+    """Return 64 bits that depend on all bits of `number` (SplitMix64)."""
+    mixed = (number + 1) * 0x9E3779B97F4A7C15 & MASK
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & MASK
+    return mixed ^ (mixed >> 31)
+
+
 class VllmStart(msgspec.Struct, frozen=True):
     """A start of vLLM: `num_blocks`, its null block included, and the lines of its log.
 
-    `saves_states_inside`: prefill saves states inside chunks.
+    `saves_states_inside`: prefill saves states inside chunks. `drafts`: None without any.
     """
 
     num_blocks: int
     lines: tuple[str, ...]
     saves_states_inside: bool = False
+    drafts: StartDrafts | None = None
 
     def num_pages(self, groups: Sequence[PartGroup]) -> int:
         """Return the whole pages, each with its part of a block in every group, that the blocks hold."""
@@ -68,7 +126,13 @@ class VllmStart(msgspec.Struct, frozen=True):
 
 
 def start_facts(
-    start: Start, plan: Plan, *, available_bytes: int | None, has_prefix_caching: bool, device: str
+    start: Start,
+    plan: Plan,
+    *,
+    available_bytes: int | None,
+    has_prefix_caching: bool,
+    device: str,
+    drafts: StartDrafts | None = None,
 ) -> dict[str, Any]:
     """Return the fields of a replay that a start decides.
 
@@ -96,6 +160,7 @@ def start_facts(
             plan.num_blocks,
             tuple(start.lines(plan, available_bytes)),
             has_prefix_caching and any(spec.num_checkpoints for stage in start.specs for spec in stage.values()),
+            drafts,
         ),
     }
     facts["num_pages"] = facts["start"].num_pages(facts["groups"])

@@ -50,7 +50,8 @@ class Opening(NamedTuple):
 
     `num_kept`: blocks that an admission leaves free if a request runs. `step_ns`: the expected
     duration of a step. `num_draft_slots`: the most tokens of a draft, if drafts come before prompts.
-    `speculation`: drafts in virtual time. `batches`: the rules of steps of prompts or of decodes. `host`: host memory below their cache.
+    `speculation`: drafts in virtual time. `batches`: the rules of steps of prompts or of decodes. `host`: host memory
+    below their cache.
     """
 
     scheduler: Scheduler
@@ -122,7 +123,7 @@ def _open_states(opening: Opening) -> Acts | None:
     cache = opening.scheduler.cache
     if not cache.states.defers:
         return None
-    from kvarts.core.parts.states import StatesOfSteps
+    from kvarts.core.parts.chunk_ends import StatesOfSteps
 
     return StatesOfSteps(cache).acts()
 
@@ -165,9 +166,7 @@ def _open_times(opening: Opening) -> Acts | None:
     cache = opening.scheduler.cache
     if not cache.keeps_time:
         return None
-    from kvarts.core.parts.states import TimedCache
-
-    return TimedCache(cache).acts()
+    return Acts(before=lambda step: cache.set_time(step.now_ns), ending=cache.set_time)
 
 
 def _open_drafts(opening: Opening) -> Acts | None:
@@ -277,7 +276,7 @@ PARTS: Final = (
         "drafts",
         "guessed tokens after those of decodes, or before prompts",
         _open_drafts,
-        features=("speculation", "first_drafts"),
+        features=("speculation", "first_drafts", "started_drafts"),
     ),
     Part(
         "settling",

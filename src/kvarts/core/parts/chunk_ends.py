@@ -1,4 +1,4 @@
-"""Chunks of prompts that end at pages, where states are kept only there."""
+"""States that are kept by page: chunks of prompts that end at pages, where states are kept only there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvarts.core.request import Request
 from kvarts.core.sched.running import Running
 from kvarts.core.sched.step import FOR_BUDGET, PASS, Acts, Ask, Step, Verdict
 
-__all__ = ["AlignedChunks", "ChunkEnds"]
+__all__ = ["AlignedChunks", "ChunkEnds", "StatesOfSteps"]
 
 
 class AlignedChunks:
@@ -97,3 +97,24 @@ class ChunkEnds:
             if wheel.has(request):
                 start = wheel.num_computed(request)
                 self._aligned.note_state(self._cache, request, start, start, running.num_in_flight(request))
+
+
+class StatesOfSteps:
+    """The gate of states that the step being planned computes: requests begin after them in later steps only."""
+
+    __slots__ = ("_cache",)
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+
+    def acts(self) -> Acts:
+        """Return where it acts."""
+        return Acts(gates={"states": self.is_before}, before=self.begin)
+
+    def begin(self, step: Step) -> None:
+        """Let the cache begin a step, which has computed no state yet."""
+        self._cache.states.begin_step()
+
+    def is_before(self, ask: Ask, step: Step) -> Verdict:
+        """Let the head pass unless this step computes the state that it begins after."""
+        return FOR_BUDGET if ask.match.num_pages and self._cache.states.is_of_step(ask.match) else PASS

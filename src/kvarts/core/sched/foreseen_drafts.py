@@ -74,6 +74,7 @@ class ForeseenDrafts:
         """Whether prompts are computed in the step being planned, or anything, when the queue is first looked at."""
         self._end = 0
         """The tokens that the head has room for when it starts."""
+        scheduler.lookahead = speculation.lookahead
         scheduler.running.names_at_turns = self.num_named
         scheduler.prefill.room_for(self)
         config = scheduler.config
@@ -87,7 +88,7 @@ class ForeseenDrafts:
 
     def acts(self) -> Acts:
         """Return where it acts."""
-        more = {"planned": self.publish_read, "leaving": self.publish_ended} if self._scheduler.running.lag else {}
+        lag = self._scheduler.running.lag
         return Acts(
             gates={"drafts": self.has_tokens},
             turns=self.take_turns,
@@ -95,7 +96,8 @@ class ForeseenDrafts:
             starts=self.take_room,
             ending=self.judge,
             changes=self.has_decodes,
-            **more,
+            planned=self.publish_read if lag else None,
+            leaving=self.publish_ended if lag else None,
         )
 
     def has_decodes(self) -> bool:
@@ -132,6 +134,7 @@ class ForeseenDrafts:
         self._held = [request for request in self._held if request.admission >= 0]
         step.held = [request.index for request in self._held]
         step.num_drafted = sum([count for _, count in self._taken])
+        step.num_accepted = sum([self._num_accepted(*each) for each in self._taken])
         return True
 
     def _take_turn(self, request: Request, now_ns: int, served: set[int]) -> bool:
@@ -217,9 +220,7 @@ class ForeseenDrafts:
         for request, num_drafted in self._taken:
             if not wheel.has(request):
                 continue
-            num_left = request.stop_step - wheel.step
-            num_generated = request.max_tokens - num_left - 1
-            num_accepted = min(asked.accepts(request.index, num_generated), num_drafted, num_left)
+            num_left, num_accepted = request.stop_step - wheel.step, self._num_accepted(request, num_drafted)
             self._judged[request.index] = num_accepted, num_drafted - num_accepted
             if num_accepted:
                 wheel.skip(request, num_accepted)
@@ -236,11 +237,14 @@ class ForeseenDrafts:
             for request in self._scheduler.prefill.completing:
                 self._publish(request, table_of(request), request.num_computed)
 
+    def _num_accepted(self, request: Request, num_drafted: int) -> int:
+        """Return how many of the tokens that are drafted for a decode are accepted; 0 for one that has ended."""
+        num_left = max(0, request.stop_step - self._wheel.step)
+        num_right = self._asked.accepts(request.index, request.max_tokens - num_left - 1)
+        return min(num_right, num_drafted, num_left)
+
     def publish_read(self, step: Step) -> None:
         """Make findable, after a plan, what the step before it has filled: its tokens are known now."""
-        if self._held:
-            assert self._scheduler.ahead is not None
-            self._scheduler.ahead.has_released = True  # the next plan is another one
         for request in (*[request for request, _ in self._taken], *self._held):
             if request.admission >= 0 and request.state is RequestState.DECODING:
                 self._publish(request, table_of(request), self._wheel.num_computed(request))

@@ -188,8 +188,8 @@ class Scheduler(SchedulerState):
 
     @property
     def has_released(self) -> bool:
-        """Whether the last step, after it was planned, released requests that had ended before it."""
-        return self.ahead is not None and self.ahead.has_released
+        """Whether the next plan differs, even if the last one was empty: that released or held requests."""
+        return self.ahead is not None and (self.ahead.has_released or bool(self.step.held))
 
     @property
     def plans_idle(self) -> bool:

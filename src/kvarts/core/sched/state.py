@@ -84,6 +84,8 @@ class SchedulerState:
         """Requests that wait for a tier below the device."""
         self.host: HostCopies | None = None
         """Host memory that no request waits for."""
+        self.lookahead = 0
+        """The tokens after a page on which its name depends, in the contents of requests."""
         self.hooks = Hooks((self.memory.find, self.memory.fits))
         self.blocked = NOT_BLOCKED
         """Why the head waits; NOT also if no request waits, or if the head was not examined since a change."""

@@ -114,6 +114,7 @@ class Step:
         "is_idle",
         "known_tokens",
         "now_ns",
+        "num_accepted",
         "num_decodes",
         "num_drafted",
         "num_joined",
@@ -125,8 +126,8 @@ class Step:
     def __init__(self, now_ns: int) -> None:
         self.ask = Ask()
         self.budget = 0
-        self.num_drafted = 0
-        """Tokens of drafts that have taken their pages before prompts."""
+        self.num_drafted = self.num_accepted = 0
+        """Tokens of drafts that have taken their pages before prompts; and those that are right, if foreseen."""
         self.held: list[int] = []
         """Decodes that compute nothing in the step, by index. Written by a part for every step."""
         self.num_decodes = 0

@@ -37,10 +37,11 @@ class StartSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of `vllm serve`; None for vLLM's default on the device.
 
     `data_parallel`: ranks that share experts. `context_parallel`: ranks of decode context parallelism, which share the
-    tokens of a request. `max_model_len`: -1 for the longest that fits. `num_drafts`: tokens that layers such as MTP
-    draft. `block_size`: the size that the user asks for. `num_blocks_override`: blocks, whatever the memory is.
-    `ssm_dtype`: the format of recurrent states. `has_full_graphs`: CUDA graphs of whole decodes, which more sequences
-    than blocks of states cannot have. `is_throughput`: vLLM's performance mode of that name.
+    tokens of a request. `max_model_len`: -1 for the longest that fits. `num_drafts`: tokens that are drafted, by layers
+    such as MTP if `has_draft_layers`. `block_size`: the size that the user asks for. `num_blocks_override`: blocks,
+    whatever the memory is. `ssm_dtype`: the format of recurrent states. `has_full_graphs`: CUDA graphs of whole
+    decodes, which more sequences than blocks of states cannot have. `is_throughput`: vLLM's performance mode of that
+    name.
     """
 
     version: Version = NEWEST
@@ -61,6 +62,7 @@ class StartSettings(msgspec.Struct, frozen=True, kw_only=True):
     has_full_graphs: bool = True
     is_throughput: bool = False
     num_drafts: int = 0
+    has_draft_layers: bool = True
     num_blocks_override: int | None = None
     ssm_dtype: str | None = None
 
@@ -422,7 +424,9 @@ def _specs(
     ways = settings.tensor_parallel
     layers = list(enumerate(geometry.layers))
     layers += [
-        (geometry.num_layers + index, geometry.draft) for index in range(bool(settings.num_drafts)) if geometry.draft
+        (geometry.num_layers + index, geometry.draft)
+        for index in range(bool(settings.num_drafts) and settings.has_draft_layers)
+        if geometry.draft
     ]
     for index, layer in layers:
         if layer.keeps_tokens:

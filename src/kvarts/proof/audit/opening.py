@@ -26,6 +26,8 @@ def not_followed(config: EngineConfig, storage: Storage, planning: Planning) -> 
         return "a device that models share"
     if planning.num_draft_slots:
         return "drafts before prompts"
+    if planning.speculation is not None:
+        return "room for drafts in virtual time"
     if planning.batches is not None:
         return "steps of prompts or of decodes"
     if storage.memory is not None and storage.memory.hit_pages > 1:

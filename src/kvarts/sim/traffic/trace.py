@@ -183,10 +183,12 @@ class Trace:
             return self.warnings
         return [*self.warnings, NO_PREFIXES]
 
-    def content(self, request: TraceRequest, *, page_size: int, owner: int, know_output: bool = True) -> Content:
+    def content(
+        self, request: TraceRequest, *, page_size: int, owner: int, know_output: bool = True, lookahead: int = 0
+    ) -> Content:
         """Return the content of the pages of `request`.
 
-        `know_output`: include its generated tokens, if the trace has them.
+        `know_output`: include its generated tokens, if the trace has them. `lookahead`: as of Content.
         """
         num_tokens = request.num_prompt_tokens
         units, unit_tokens = request.units, self.unit_tokens
@@ -214,6 +216,7 @@ class Trace:
             owner=owner,
             salt=request.tenant,
             hints=None if request.hints is None else request.hints.for_prompt(request.num_prompt_tokens),
+            lookahead=lookahead,
         )
 
 
