@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvarts.base.errors import ConfigError
-from kvarts.core.content import Content
+from kvarts.core.content import Content, pack_units
 from kvarts.core.keys import APART, Adapter, BlockKeys, root_key, salt_of_adapter, salt_parts
 
 # The block hashes of vLLM 0.32.0's own requests, of tokens 100..111 in blocks of 4 with the salt "tenant-a": the root
@@ -140,3 +140,36 @@ def test_unknown_tokens_are_private_to_their_owner() -> None:
 def test_ids_out_of_range_are_refused(ids: list[int]) -> None:
     with pytest.raises(ConfigError, match="whole numbers from 0"):
         Content.from_tokens(ids, page_size=2, owner=0)
+
+
+@given(
+    st.lists(st.integers(0, 1), min_size=1, max_size=12),
+    st.lists(st.integers(0, 1), min_size=1, max_size=12),
+    st.sampled_from([(1, 2), (1, 3), (4, 2), (4, 4), (6, 4)]),
+    st.integers(0, 3),
+)
+def test_pages_with_lookahead_are_equal_if_the_tokens_after_them_are(
+    mine: list[int], others: list[int], sizes: tuple[int, int], lookahead: int
+) -> None:
+    """Law: pages are equal as far as all tokens up to their ends, and as many after them, are known and equal."""
+    unit_tokens, page_size = sizes
+    one, other = (
+        Content(
+            pack_units(units),
+            num_tokens=len(units) * unit_tokens,
+            page_size=page_size,
+            unit_tokens=unit_tokens,
+            owner=owner,
+            lookahead=lookahead,
+        )
+        for owner, units in enumerate([mine, others])
+    )
+    spelled = [[unit for unit in units for _ in range(unit_tokens)] for units in (mine, others)]
+    num_alike = next(
+        (place for place, (a, b) in enumerate(zip(*spelled, strict=False)) if a != b), min(map(len, spelled))
+    )
+    num_equal = max(0, num_alike - lookahead) // page_size
+    assert one.common_pages(other, 0, 100) == num_equal
+    assert one.num_known_pages == max(0, len(spelled[0]) - lookahead) // page_size
+    if num_equal < min(one.num_known_pages, other.num_known_pages):
+        assert one.key(num_equal) != other.key(num_equal)

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 from kvarts.base.errors import ConfigError
+from kvarts.core.content import pack_units
 from kvarts.core.sched.policy import PriorityPolicy
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import open_replica
 from kvarts.sim.replaying import replay
 from kvarts.sim.routers.config import Routing
+from kvarts.sim.traffic.trace import Trace, TraceRequest
 
 from builders.case import Case, Row
 
@@ -233,3 +235,68 @@ def test_the_text_of_ids_decides_between_arrivals_at_one_time() -> None:
     assert order == [3, *sorted(set(range(12)) - {3}, key=str)]
     with pytest.raises(ConfigError, match="does not go with an order of your own"):
         case.config(scheduling_policy="priority", admission=type("Own", (PriorityPolicy,), {}))
+
+
+# Drafts ---------------------------------------------------------------------------------------------------
+
+DRAFTS = {"speculative_tokens": 3, "acceptance": "0.8,0.6,0.4"}
+
+
+def cached_of(config: ReplayConfig, *prompts: tuple[int, ...]) -> list[int]:
+    """Return the tokens that prompts find, one after the other, each of runs of 16 equal tokens."""
+    rows = [
+        TraceRequest(place, place * 60 * 10**9, pack_units(prompt), 16 * len(prompt), 20)
+        for place, prompt in enumerate(prompts)
+    ]
+    cached: list[int] = replay(Trace(rows, unit_tokens=16), config).request_columns["cached_tokens"].tolist()
+    return cached
+
+
+@pytest.mark.parametrize(("engine", "again", "longer"), [("vllm==0.33", 112, 112), ("vllm==0.32", 96, 112)])
+def test_with_drafts_the_last_block_is_computed_again(engine: str, again: int, longer: int) -> None:
+    """0.33 finds a block if the token after it is the same; 0.32 drops the last of those that it finds."""
+    config = started("llama-3.1-8b", engine=engine, **DRAFTS)
+    assert config.start is not None and config.start.drafts is not None
+    one, two = tuple(range(8)), (*range(8), 100)
+    assert cached_of(config, one, one) == [0, again]
+    assert cached_of(config, one, two) == [0, longer]
+    assert cached_of(started("llama-3.1-8b", engine=engine), one, two) == [0, 128]
+
+
+@pytest.mark.parametrize("engine", ["vllm==0.32", "vllm==0.33"])
+@pytest.mark.parametrize(("method", "is_async"), [("mtp", True), ("eagle3", False), ("ngram", False)])
+def test_drafts_generate_tokens_at_the_rates_that_are_given(engine: str, method: str, is_async: bool) -> None:
+    """Each step verifies 4 tokens and generates 2.8 on average; nothing is lost in small memory."""
+    config = started(
+        "llama-3.1-8b",
+        engine=engine,
+        pages=300,
+        max_model_len=600,
+        async_scheduling=is_async,
+        cost="linear:step_ms=1",
+        speculative_method=method,
+        **DRAFTS,
+    )
+    rows = [TraceRequest(place, place * 10**6, pack_units([place, 50]), 100, 400) for place in range(20)]
+    report = replay(Trace(rows, unit_tokens=64), config)
+    assert report.summary["num_completed"] == 20 and report.summary["num_preemptions"] > 0
+    alone = replay(Trace(rows[:1], unit_tokens=64), config)
+    assert alone.summary["num_steps"] / 400 == pytest.approx(1 / 2.8, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "words"),
+    [
+        ("qwen3.5-27b", {"max_seqs": 16}, "states of drafts"),
+        ("llama-3.1-8b", {"speculative_method": "ngram"}, "one step after the other"),
+        ("llama-3.1-8b", {"speculative_method": "medusa"}, "is not modelled"),
+        ("gpt-oss-20b", {"engine": "vllm==0.32"}, "replayed for models that keep every token"),
+        ("gemma-4-31b", {"tensor_parallel": 2}, "blocks of several sizes"),
+        ("llama-3.1-8b", {"host_memory": "8GiB"}, "names blocks otherwise with a connector"),
+        ("llama-3.1-8b", {"max_batched_tokens": 512, "max_seqs": 256}, "drafted tokens each need"),
+    ],
+)
+def test_drafts_that_are_not_scheduled_as_in_vllm_are_refused(model: str, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config = started(model, **{"engine": "vllm==0.33", **DRAFTS, **given})
+        open_replica(config, ())
