@@ -87,7 +87,7 @@ def find_different_pages(
     theirs: Counter[tuple[int, bytes, int]] = Counter()
     for group, content, start, end, refs in account.runs():
         for page in range(start, end):
-            theirs[group, digests.of(content, page), refs] += 1
+            theirs[group, digests.of(content, page, ledger.groups[group].block_pages), refs] += 1
     mine: Counter[tuple[int, bytes, int]] = Counter()
     for (group, digest), parts in ledger.copies.items():
         for part in parts:

@@ -48,7 +48,6 @@ class Facts:
         self.unit = "blocks" if has_groups else "pages"
         self.has_states = has_groups and any(group.is_state for group in ledger.groups)
         self.finds_branches = rules.at_branches and self.has_states
-        self.page_blocks = sum(group.part_blocks for group in ledger.groups if not group.is_state)
         self.held = RequestParts(ledger, digests, found, page_size, names_private=has_groups)
         self.requests: dict[int, KnownRequest] = {}
         self.holders: dict[int, KnownRequest] = {}
@@ -68,7 +67,7 @@ class Facts:
         # The last token is always computed.
         num_pages = (known.known - 1) // self.page_size if self.finds_prefixes else 0
         digests = self.digests.upto(known.content, num_pages)[:num_pages]
-        longest, by_group = self.ledger.reach(digests, self.page_size)
+        longest, by_group = self.reach(known, num_pages)
         if num_hit < longest:
             self.find(f"could be hit, {longest} pages far, and {num_hit} pages were", request, num_hit)
         if reach is not None and tuple(by_group) != reach:
@@ -77,6 +76,19 @@ class Facts:
         branch = self.ledger.branch(digests) if self.finds_branches else 0
         known.branch = branch * self.page_size if branch > num_hit else 0
 
+    def num_wanted(self, known: KnownRequest) -> int:
+        """Return the blocks that a decode takes which begins a page: in groups whose blocks begin with it."""
+        page = known.computed // self.page_size
+        groups = [group for group in self.ledger.groups if not group.is_state and page % group.block_pages == 0]
+        return sum([group.part_blocks * group.block_pages for group in groups])
+
+    def reach(self, known: KnownRequest, num_pages: int) -> tuple[int, list[int]]:
+        """Return what Ledger.reach says of the first `num_pages` pages of a request."""
+        names = [
+            self.digests.first(known.content, num_pages, group.block_pages)[:num_pages] for group in self.ledger.groups
+        ]
+        return self.ledger.reach(names, self.page_size)
+
     def close(self, request: int, known: KnownRequest, *, num_unread: int = 0, keeps_state: bool = False) -> None:
         """Release the parts of a request, which runs no longer."""
         self.decoding.pop(request, None)
@@ -84,9 +96,9 @@ class Facts:
         if request not in self.requests:
             self.holders.pop(known.content.owner, None)
 
-    def digest(self, content: Content, page: int) -> bytes:
-        """Return the digest of a page."""
-        return self.digests.of(content, page)
+    def digest(self, content: Content, page: int, group: int | None = None) -> bytes:
+        """Return the digest of a page, as a group has it if its blocks are of several pages."""
+        return self.digests.of(content, page, 1 if group is None else self.ledger.groups[group].block_pages)
 
     def find_page(self, what: str, group: int, digest: bytes) -> None:
         """Add a finding about the page of a digest."""

@@ -19,6 +19,7 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+from math import lcm
 from typing import Literal
 
 import msgspec
@@ -97,7 +98,7 @@ class LedgerGroup(msgspec.Struct, frozen=True):
     also retains. `is_sparse`: a chunk has a part of its last page only. `interval`: only parts that a token sees which
     begins after an end of a prompt, a place where it leaves others, or a multiple of so many tokens, can be found; None
     for all. `saves_inside`: of a sparse group, a chunk has the part of the page before as well; with an interval of 0,
-    only one that ends its prefill.
+    only one that ends its prefill. `block_pages`: pages whose parts are taken and released at once.
     """
 
     kind: LedgerKind
@@ -107,6 +108,7 @@ class LedgerGroup(msgspec.Struct, frozen=True):
     is_sparse: bool = False
     interval: int | None = None
     saves_inside: bool = False
+    block_pages: int = 1
 
     def __str__(self) -> str:
         if self.kind == "state":
@@ -124,9 +126,10 @@ class LedgerGroup(msgspec.Struct, frozen=True):
         return self.kind in ("window", "chunk") or (self.kind == "state" and self.span is not None)
 
     def taken(self, pages: range, num_tokens: int, prefill_end: int) -> range:
-        """Return which of `pages` a chunk has that ends with `num_tokens` tokens."""
+        """Return which of `pages` a chunk has that ends with `num_tokens` tokens, and the others of their blocks."""
         if not self.is_sparse:
-            return pages
+            size = self.block_pages
+            return range(-(-pages.start // size) * size, -(-pages.stop // size) * size)
         is_saved = self.saves_inside and (self.interval != 0 or num_tokens >= prefill_end)
         return pages[-2:] if is_saved else pages[-1:]
 
@@ -165,6 +168,7 @@ class LedgerGroup(msgspec.Struct, frozen=True):
             return range(0), range(page, page + 1) if num_tokens and num_tokens % page_size == 0 else range(0)
         sink, others = self.seen(num_tokens)
         first = others.start // page_size
+        first -= first % self.block_pages
         return range(min(first, -(-sink.stop // page_size))), range(first, -(-num_tokens // page_size))
 
 
@@ -230,6 +234,8 @@ class Ledger:
     ) -> None:
         check_whole(num_blocks, "num_blocks", most=MOST_PAGES)
         self.groups = groups
+        self.hit_pages = lcm(*(group.block_pages for group in groups))
+        """The pages that a hit is a multiple of."""
         self.num_blocks = num_blocks
         self.num_empty = num_blocks
         self.copies: dict[tuple[int, bytes], list[LedgerPart]] = {}
@@ -308,17 +314,17 @@ class Ledger:
         """Return the resident pages directly after a page, in a group whose layers need every page."""
         return list(self._after.get((group, name), ()))
 
-    def reach(self, names: list[bytes], page_size: int) -> tuple[int, list[int]]:
+    def reach(self, names: Sequence[list[bytes]], page_size: int) -> tuple[int, list[int]]:
         """Return the longest prefix, in pages, that all groups can resume from, and the longest for each group alone.
 
-        Neither extends beyond the last page that has a part in any group.
+        `names`: of its pages, by group. Neither extends beyond the last page that has a part in any group.
         """
-        num_pages = len(names)
-        while num_pages and names[num_pages - 1] not in self.num_resident:
+        num_pages = len(names[0])
+        while num_pages and all(of_group[num_pages - 1] not in self.num_resident for of_group in names):
             num_pages -= 1
         lacks = [
-            [0, *accumulate((group, name) not in self.copies for name in names[:num_pages])]
-            for group in range(len(self.groups))
+            [0, *accumulate((group, name) not in self.copies for name in of_group[:num_pages])]
+            for group, of_group in enumerate(names)
         ]
 
         def has_needed(index: int, length: int) -> bool:
@@ -326,14 +332,16 @@ class Ledger:
             sink, others = self.groups[index].needed(length * page_size, page_size)
             return missing[sink.stop] == 0 and missing[others.stop] == missing[others.start]
 
+        # Where blocks are of several pages, hits end with blocks of all groups.
+        lengths = [num_pages, *range((num_pages - 1) // self.hit_pages * self.hit_pages, 0, -self.hit_pages)]
         longest = [
-            bisect_right(lacks[index], 0) - 1
+            (bisect_right(lacks[index], 0) - 1) // group.block_pages * group.block_pages
             if group.has_every_page
-            else next((length for length in range(num_pages, 0, -1) if has_needed(index, length)), 0)
+            else next((length for length in lengths if has_needed(index, length)), 0)
             for index, group in enumerate(self.groups)
         ]
-        for length in range(min(longest), 0, -1):
-            is_there = names[length - 1] in self.num_resident
+        for length in range(min(longest) // self.hit_pages * self.hit_pages, 0, -self.hit_pages):
+            is_there = any(of_group[length - 1] in self.num_resident for of_group in names)
             if is_there and all(has_needed(index, length) for index in range(len(self.groups))):
                 return length, longest
         return 0, longest

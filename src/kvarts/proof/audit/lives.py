@@ -198,9 +198,7 @@ class Lives:
         """Take the pages of a prompt that another engine sends; resident ones are shared, the last page included."""
         known = self._facts.requests[event.request]
         num_pages = known.known // self._facts.page_size if self._facts.finds_prefixes else 0
-        longest, _ = self._facts.ledger.reach(
-            self._facts.digests.upto(known.content, num_pages)[:num_pages], self._facts.page_size
-        )
+        longest, _ = self._facts.reach(known, num_pages)
         if event.num_hit_pages != longest:
             what = f"shares {event.num_hit_pages} pages of its prompt, and {longest} are resident"
             self._facts.find(what, event.request, event.num_hit_pages)

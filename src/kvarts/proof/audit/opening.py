@@ -30,8 +30,6 @@ def not_followed(config: EngineConfig, storage: Storage, planning: Planning) -> 
         return "room for drafts in virtual time"
     if planning.batches is not None:
         return "steps of prompts or of decodes"
-    if storage.memory is not None and storage.memory.hit_pages > 1:
-        return "blocks of several sizes"
     if not planning.hands_over:
         return ""
     return not_followed_in_handoffs(
@@ -132,6 +130,7 @@ def _groups(memory: GroupMemory) -> tuple[LedgerGroup, ...]:
             memory.aligns and group.has_states_by_page,
             memory.retention_interval if group.layer.kind in ("window", "state") else None,
             memory.saves_inside,
+            group.block_pages,
         )
         for group in memory.groups
     )

@@ -21,9 +21,22 @@ class PageDigests:
         self._spoken_of: dict[int, Content] = {}
         """Contents, by owner, whose digests were requested since `forget`."""
 
-    def of(self, content: Content, page: int) -> bytes:
-        """Return the digest of a page, as defined by `upto`."""
-        return self.upto(content, page + 1)[page]
+    def of(self, content: Content, page: int, block_pages: int = 1) -> bytes:
+        """Return the digest of a page, as defined by `upto`, or that of a page in a block of several.
+
+        That one is of all tokens up to the end of the block, and of the place in it.
+        """
+        if block_pages == 1:
+            return self.upto(content, page + 1)[page]
+        place = page % block_pages
+        last = page - place + block_pages - 1
+        return self.upto(content, last + 1)[last] + bytes([place])
+
+    def first(self, content: Content, end: int, block_pages: int = 1) -> list[bytes]:
+        """Return the digests of the first `end` pages, in such blocks. The caller must not change the list."""
+        if block_pages == 1:
+            return self.upto(content, end)
+        return [self.of(content, page, block_pages) for page in range(end)]
 
     def upto(self, content: Content, end: int) -> list[bytes]:
         """Return the digests of at least the first `end` pages of a content. The caller must not change the list.
@@ -150,8 +163,9 @@ class RequestParts:
 
     def hit(self, known: KnownRequest, num_pages: int, *, how: str = "hit") -> None:
         """Hold the parts of the first `num_pages` pages that later tokens need: the copies that a lookup finds."""
-        ledger, digests = self._ledger, self._digests.upto(known.content, num_pages)
+        ledger = self._ledger
         for index, group in enumerate(ledger.groups):
+            digests = self._digests.first(known.content, num_pages, group.block_pages)
             for page in chain(*group.needed(num_pages * self._page_size, self._page_size)):
                 part = ledger.find(index, digests[page])
                 if part is None:
@@ -173,9 +187,10 @@ class RequestParts:
         if not whole or all(group.interval is None for group in ledger.groups):
             return 0
         page, limit = num_pages, (known.known - 1) // self._page_size
-        digests = self._digests.upto(known.content, limit)
-        while page < limit and all(ledger.find(index, digests[page]) is not None for index in whole):
+        names = [(index, self._digests.first(known.content, limit, ledger.groups[index].block_pages)) for index in whole]
+        while page < limit and all(ledger.find(index, digests[page]) is not None for index, digests in names):
             page += 1
+        page -= page % ledger.hit_pages
         return page if page > num_pages else 0
 
     def grow(
@@ -229,6 +244,7 @@ class RequestParts:
             num_pages = (known.computed - num_unread) // self._page_size
             if not self._names_private:
                 num_pages = min(num_pages, known.content.num_known_pages)
+        num_pages -= num_pages % self._ledger.hit_pages
         if num_pages <= known.num_named:
             return
         for index, parts in enumerate(known.parts):
@@ -240,7 +256,8 @@ class RequestParts:
         known.num_named = num_pages
 
     def _retains(self, known: KnownRequest, group: int, page: int) -> bool:
-        ends = (known.content.num_prompt_tokens - 1) // self._page_size, known.junction
+        end = (known.content.num_prompt_tokens - 1) // self._page_size
+        ends = end - end % self._ledger.hit_pages, known.junction
         return self._ledger.groups[group].retains(page, ends, self._page_size)
 
     def arrive(self, known: KnownRequest, group: int, page: int, part: LedgerPart) -> None:
@@ -251,11 +268,12 @@ class RequestParts:
 
     def publish(self, known: KnownRequest, group: int, page: int, part: LedgerPart) -> None:
         """Publish a part under the digest of its page."""
-        digests = self._digests.upto(known.content, page + 1)
-        self._digests.where.setdefault(digests[page], (known.content.owner, page))
+        size = self._ledger.groups[group].block_pages
+        digest = self._digests.of(known.content, page, size)
+        self._digests.where.setdefault(digest, (known.content.owner, page))
         is_known = page < known.content.num_known_pages
-        before = digests[page - 1] if page else None
-        self._ledger.publish(part, digests[page], before=before, is_known=is_known)
+        before = self._digests.of(known.content, page - 1, size) if page else None
+        self._ledger.publish(part, digest, before=before, is_known=is_known)
 
     def _keep_tails(self, known: KnownRequest, num_before: int = 0) -> None:
         """Keep the parts that the token after the last page that can be found sees, or `num_before` pages before."""

@@ -37,9 +37,9 @@ class ToldPages:
                     copy = 0
                 case _:
                     continue
-            digests = self._facts.digests.upto(event.content, event.end_page)
             for page in range(event.end_page - 1, event.start_page - 1, -1):
-                evictions.told.append(Told(event.group or 0, digests[page], copy, event.content, page))
+                digest = self._facts.digest(event.content, page, event.group)
+                evictions.told.append(Told(event.group or 0, digest, copy, event.content, page))
 
     def hear_stored(self, event: PagesStored) -> None:
         """Compare pages that became findable. Law L3: they are stored after the page before them."""
@@ -75,14 +75,13 @@ class ToldPages:
         """Compare an event about the parts of `pages` with the next entries of the ledger."""
         if group is None and not self._facts.has_groups:
             group = 0
-        digests = self._facts.digests.upto(content, max(pages, default=-1) + 1)
         happened, num_resident, where = (
             self._facts.ledger.happened,
             self._facts.ledger.num_resident,
             self._facts.digests.where,
         )
         for page in pages:
-            digest = digests[page]
+            digest = self._facts.digest(content, page, group)
             if not happened and what != "stored":
                 self._turns.begin_serving()
                 self._turns.serve_takers(until_evicted=True)
@@ -98,7 +97,7 @@ class ToldPages:
         """Report an event about a part that is not the ledger's next entry."""
         happened, request = self._facts.ledger.happened, content.owner
         said = f"was {WORDS.get(what, what)}{self._facts.ledger.words(group)}{_of(copy)}"
-        copies = [] if group is None else self._facts.ledger.copies.get((group, self._facts.digest(content, page)), [])
+        copies = [] if group is None else self._facts.ledger.copies.get((group, self._facts.digest(content, page, group)), [])
         if what != "stored" and copies and all(part.refs for part in copies):
             self._facts.find(f"{said} while it is in use", request, page)
         elif happened and what == happened[0].what:

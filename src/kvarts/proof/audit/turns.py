@@ -92,8 +92,10 @@ class Turns:
 
         `until_evicted`: only until the ledger has evicted something.
         """
-        while self.takers and self._facts.page_blocks <= self._facts.ledger.num_free:
+        while self.takers:
             known = self._facts.requests[self.takers[0]]
+            if self._facts.num_wanted(known) > self._facts.ledger.num_free:
+                return
             if (before is not None and known.admission >= before) or (until_evicted and self._facts.ledger.happened):
                 return
             del self.takers[0]
