@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from kvarts.base.errors import ConfigError
 from kvarts.core.content import pack_units
+from kvarts.core.kv.block_sizes import SizedParts, SizedTree
 from kvarts.core.sched.policy import PriorityPolicy
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import open_replica
@@ -52,7 +54,6 @@ REFUSED = [
     ("--host-memory 8GiB", "host memory has pages of one size"),
     ("--set sessions.window=64 --set prefix_cache_retention_interval=none", "sessions: they keep pages of one size"),
     ("--prefill replicas=1 --decode replicas=1", "a fleet: workers send pages of one size"),
-    ("--audit", "does not follow blocks of several sizes"),
 ]
 """Options that a replay with blocks of several sizes refuses, and the words of the refusal."""
 
@@ -87,6 +88,58 @@ def test_a_run_with_blocks_of_several_sizes_is_verified_from_its_events(
     assert [json.loads(row)["cached_tokens"] for row in rows] == [0, 576, 992]
     assert run_command("verify", tmp_path / "run") == 0
     assert re.search(r"group_parts +ok", capsys.readouterr().out)
+
+
+def audited(seed: int) -> tuple[Trace, ReplayConfig]:
+    """Return random traffic on little memory, and gemma-4-31b as vLLM starts it, with an audit."""
+    draw = random.Random(seed)
+    scale = draw.choice([1, 4])  # 4: requests are longer than the windows of 1,024 tokens
+    config = started(
+        "gemma-4-31b",
+        "h200",
+        tensor_parallel=2,
+        engine=draw.choice(["vllm==0.33", "vllm==0.32"]),
+        pages=draw.choice([330, 360, 500, 800]) + (450 if scale > 1 else 0),
+        max_model_len=700 * scale + 200,
+        max_batched_tokens=256,
+        max_seqs=8,
+        async_scheduling=draw.choice([True, False]),
+        audit=True,
+        cost="linear:step_ms=1",
+    )
+    rows: list[TraceRequest] = []
+    arrival_ns = 0
+    for index in range(30):
+        arrival_ns += draw.choice([0, 0, 1, 20]) * 10**6
+        stem, end = scale * draw.randint(1, 400), scale * draw.randint(1, 200)
+        units = [draw.randrange(3)] * stem + [100 + draw.randrange(3)] * end
+        rows.append(TraceRequest(index, arrival_ns, pack_units(units), len(units), draw.randint(1, 150)))
+    return Trace(rows), config
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_audit_follows_blocks_of_several_sizes(seed: int) -> None:
+    """Laws L1 to L4, by a ledger that takes the pages of a block at once and names them by the block's end."""
+    trace, config = audited(seed)
+    assert replay(trace, config).summary["num_evicted_pages"] > 0
+
+
+DAMAGES: list[tuple[type, str, Callable[[Any], Any], str]] = [
+    (SizedTree, "needed", lambda real: lambda self, index, tokens: real(self, index, tokens + 64), "a later token"),
+    (SizedTree, "match", lambda real: lambda self, content, limit: real(self, content, max(0, limit - 4)), "be hit"),
+    (SizedParts, "_num_beyond", lambda real: lambda self, table, index: 0, "counted"),
+]
+"""Methods of the parts and of their index, each with a damage to it, and words of the audit."""
+
+
+@pytest.mark.parametrize(("owner", "method", "damage", "words"), DAMAGES, ids=[each[1] for each in DAMAGES])
+def test_an_audit_of_blocks_of_several_sizes_finds_damage(
+    owner: type, method: str, damage: Callable[[Any], Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, method, damage(getattr(owner, method)))
+    with pytest.raises(AssertionError, match=words):  # of the ledger, or of the engine's own laws
+        for seed in range(8):
+            replay(*audited(seed))
 
 
 def test_a_hit_is_a_multiple_of_the_longest_block() -> None:

@@ -187,7 +187,9 @@ class RequestParts:
         if not whole or all(group.interval is None for group in ledger.groups):
             return 0
         page, limit = num_pages, (known.known - 1) // self._page_size
-        names = [(index, self._digests.first(known.content, limit, ledger.groups[index].block_pages)) for index in whole]
+        names = [
+            (index, self._digests.first(known.content, limit, ledger.groups[index].block_pages)) for index in whole
+        ]
         while page < limit and all(ledger.find(index, digests[page]) is not None for index, digests in names):
             page += 1
         page -= page % ledger.hit_pages

@@ -97,7 +97,11 @@ class ToldPages:
         """Report an event about a part that is not the ledger's next entry."""
         happened, request = self._facts.ledger.happened, content.owner
         said = f"was {WORDS.get(what, what)}{self._facts.ledger.words(group)}{_of(copy)}"
-        copies = [] if group is None else self._facts.ledger.copies.get((group, self._facts.digest(content, page, group)), [])
+        copies = (
+            []
+            if group is None
+            else self._facts.ledger.copies.get((group, self._facts.digest(content, page, group)), [])
+        )
         if what != "stored" and copies and all(part.refs for part in copies):
             self._facts.find(f"{said} while it is in use", request, page)
         elif happened and what == happened[0].what:
