@@ -137,9 +137,13 @@ def test_an_audit_of_blocks_of_several_sizes_finds_damage(
     owner: type, method: str, damage: Callable[[Any], Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, method, damage(getattr(owner, method)))
-    with pytest.raises(AssertionError, match=words):  # of the ledger, or of the engine's own laws
+
+    def replayed() -> None:
         for seed in range(8):
             replay(*audited(seed))
+
+    with pytest.raises(AssertionError, match=words):  # of the ledger, or of the engine's own laws
+        replayed()
 
 
 def test_a_hit_is_a_multiple_of_the_longest_block() -> None:
@@ -292,7 +296,7 @@ def test_the_text_of_ids_decides_between_arrivals_at_one_time() -> None:
 
 # Drafts ---------------------------------------------------------------------------------------------------
 
-DRAFTS = {"speculative_tokens": 3, "acceptance": "0.8,0.6,0.4"}
+DRAFTS: dict[str, Any] = {"speculative_tokens": 3, "acceptance": "0.8,0.6,0.4"}
 
 
 def cached_of(config: ReplayConfig, *prompts: tuple[int, ...]) -> list[int]:
@@ -350,6 +354,8 @@ def test_drafts_generate_tokens_at_the_rates_that_are_given(engine: str, method:
     ],
 )
 def test_drafts_that_are_not_scheduled_as_in_vllm_are_refused(model: str, given: dict[str, Any], words: str) -> None:
+    def opened() -> object:
+        return open_replica(started(model, **{"engine": "vllm==0.33", **DRAFTS, **given}), ())
+
     with pytest.raises(ConfigError, match=words):
-        config = started(model, **{"engine": "vllm==0.33", **DRAFTS, **given})
-        open_replica(config, ())
+        opened()

@@ -160,9 +160,9 @@ class Planning(NamedTuple):
     for an executor that verifies them; executors in virtual time compute no tokens and do not support one.
     `num_draft_slots`: drafts come first, see Scheduler. `speculation`: drafts in virtual time. `hands_over`: other
     engines compute the prompts of requests or continue them. `plans_ahead`: a step is planned while the one before it
-    runs, as in Scheduler; not for executors that compute tokens. `finds_prefixes`: False for an engine without a prefix cache, whose requests find nothing.
-    `step_ns`: the expected duration of a step, for `max_itl_ms`. `ends_steps`: as of Preemptor.
-    `running`: the order in which running requests are preempted. `batches`: steps of prompts or of decodes, over a
+    runs, as in Scheduler; not for executors that compute tokens. `finds_prefixes`: False for an engine without a prefix
+    cache, whose requests find nothing. `step_ns`: the expected duration of a step, for `max_itl_ms`. `ends_steps`: as
+    of Preemptor. `running`: the order in which running requests are preempted. `batches`: steps of prompts or of decodes, over a
     radix cache of whole runs, by these rules; the policy and the order of preemption are then theirs.
     """
 
