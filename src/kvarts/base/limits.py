@@ -10,6 +10,7 @@ from typing import Any, Final
 from kvarts.base.errors import ConfigError
 
 __all__ = [
+    "DRAFT_METHODS",
     "LATEST_NS",
     "MOST_BYTES",
     "MOST_BYTES_PER_TOKEN",
@@ -44,6 +45,8 @@ MOST_BYTES = 1 << 60
 """Bytes of a memory, or bytes per second: an exbibyte."""
 MOST_BYTES_PER_TOKEN = 1 << 40
 MOST_DRAFTED = 64
+DRAFT_METHODS = ("mtp", "eagle", "eagle3", "ngram")
+"""What drafts in a start of vLLM: layers with KV, or n-grams."""
 MOST_LAYERS = 10_000
 MOST_REPLICAS = 4_096
 MOST_REQUESTS = 10_000_000

@@ -10,6 +10,7 @@ import click
 
 from kvarts.base.errors import ConfigError, InputError
 from kvarts.base.files import read_text
+from kvarts.base.limits import DRAFT_METHODS
 from kvarts.base.units import parse_bytes
 from kvarts.cli.options import GroupedOption, KeyOption
 
@@ -66,6 +67,12 @@ START_OPTIONS = (
         "Tokens drafted by the model's own layers, such as MTP. [0]",
         metavar="N",
         type=click.IntRange(min=1),
+    ),
+    _key(
+        "--speculative-method",
+        "What drafts: mtp, eagle or eagle3, which are layers with KV, or ngram. [mtp]",
+        metavar="NAME",
+        type=click.Choice(DRAFT_METHODS),
     ),
     _key("--no-prefix-caching", "Without the prefix cache: states are kept whole.", is_flag=True),
     _key("--no-async-scheduling", "Plan each step after the one before it has ended.", is_flag=True),
@@ -206,6 +213,7 @@ def started(
         block_size=settings["set_page_size"],
         memory_fraction=0.92 if settings["set_memory_fraction"] is None else on.memory_fraction,
         num_drafts=settings["speculative_tokens"] or 0,
+        has_draft_layers=settings["speculative_method"] != "ngram",
         has_prefix_caching=not settings["no_prefix_caching"],
         has_async_scheduling=not settings["no_async_scheduling"],
         has_chunked_prefill=not settings["no_chunked_prefill"],

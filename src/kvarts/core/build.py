@@ -162,8 +162,8 @@ class Planning(NamedTuple):
     engines compute the prompts of requests or continue them. `plans_ahead`: a step is planned while the one before it
     runs, as in Scheduler; not for executors that compute tokens. `finds_prefixes`: False for an engine without a prefix
     cache, whose requests find nothing. `step_ns`: the expected duration of a step, for `max_itl_ms`. `ends_steps`: as
-    of Preemptor. `running`: the order in which running requests are preempted. `batches`: steps of prompts or of decodes, over a
-    radix cache of whole runs, by these rules; the policy and the order of preemption are then theirs.
+    of Preemptor. `running`: the order in which running requests are preempted. `batches`: steps of prompts or of
+    decodes, over a radix cache of whole runs, by these rules; the policy and the order of preemption are then theirs.
     """
 
     policy: AdmissionPolicy | None = None

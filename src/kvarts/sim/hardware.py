@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from kvarts.base.errors import ConfigError, KvartsError, parts_of
-from kvarts.base.limits import MOST_BYTES, MOST_DRAFTED, MOST_REPLICAS, brief, check_whole, whole_number
+from kvarts.base.limits import DRAFT_METHODS, MOST_BYTES, MOST_DRAFTED, MOST_REPLICAS, brief, check_whole, whole_number
 from kvarts.base.settings import AtLeastOne, Given, SettingError, setting, settings_of
 from kvarts.base.units import meant_size, parse_bytes
 from kvarts.core.config import BatchEngineConfig, EngineConfig
@@ -41,9 +41,6 @@ __all__ = [
     "plans_batches",
 ]
 __all__ += ["place", "resolve_hardware"]
-
-
-DRAFT_METHODS = ("mtp", "eagle", "eagle3", "ngram")
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
