@@ -19,6 +19,7 @@ from kvarts.core.events import DraftJudged, DraftTaken
 from kvarts.core.kv.cache import BlockTable
 from kvarts.core.request import Request, RequestState
 from kvarts.core.sched.preemption import table_of
+from kvarts.core.sched.prefill import DraftRoom
 from kvarts.core.sched.step import FOR_BUDGET, PASS, Acts, Ask, Step, Verdict
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class ForeseenDrafts:
         """The tokens that the head has room for when it starts."""
         scheduler.lookahead = speculation.lookahead
         scheduler.running.names_at_turns = self.num_named
-        scheduler.prefill.room_for(self)
+        scheduler.prefill.room_for(DraftRoom(self.room, self.extend))
         config = scheduler.config
         if (most := config.max_num_seqs * (1 + speculation.num_drafts)) > config.max_num_batched_tokens:
             raise ConfigError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvarts.base.limits import MOST_COUNT
 from kvarts.core.event_log import Emit
@@ -17,11 +18,20 @@ from kvarts.core.sched.running import Running
 if TYPE_CHECKING:
     from kvarts.core.parts.chunk_ends import AlignedChunks
     from kvarts.core.parts.latency import ItlBound
-    from kvarts.core.sched.foreseen_drafts import ForeseenDrafts
     from kvarts.core.sched.input_batch import InputBatch
     from kvarts.core.sched.loads import Loads, LoadUnderWay
 
-__all__ = ["Prefill"]
+__all__ = ["DraftRoom", "Prefill"]
+
+
+class DraftRoom(NamedTuple):
+    """`of`: returns the tokens that a request has room for after a step that computes its first so many.
+
+    `extend`: takes the room of a chunk that ends with so many tokens, of so many known ones, and names its pages.
+    """
+
+    of: Callable[[int], int]
+    extend: Callable[[Request, BlockTable, int, int], None]
 
 
 class Prefill:
@@ -32,7 +42,7 @@ class Prefill:
         "_batch",
         "_cache",
         "_computing_step",
-        "_drafts",
+        "_draft_room",
         "_emit",
         "_is_limited",
         "_itl",
@@ -91,7 +101,7 @@ class Prefill:
         self._loads: Loads | None = None
         self._itl: ItlBound | None = None
         self._aligned: AlignedChunks | None = None
-        self._drafts: ForeseenDrafts | None = None
+        self._draft_room: DraftRoom | None = None
         self._is_limited = False
         """Whether more than the budget limits a chunk."""
         self._notes_chunks = running.lag > 0
@@ -104,14 +114,14 @@ class Prefill:
         self._loads = loads
         self._notes_chunks = True
 
-    def room_for(self, drafts: ForeseenDrafts) -> None:
+    def room_for(self, drafts: DraftRoom) -> None:
         """Let requests have the room that `drafts` asks for, and name their pages as it says."""
-        self._drafts = drafts
+        self._draft_room = drafts
         self._notes_chunks = True
 
     def _room(self, num_tokens: int) -> int:
         """Return the tokens for which a request has room after a step that computes its first `num_tokens`."""
-        return num_tokens if self._drafts is None else self._drafts.room(num_tokens)
+        return num_tokens if self._draft_room is None else self._draft_room.of(num_tokens)
 
     def bound(self, itl: ItlBound) -> None:
         """Compute no more than `itl` allows beside decodes."""
@@ -450,8 +460,8 @@ class Prefill:
             request.has_unread = True
             cache.take_for(table, end)
             cache.publish(table, start)
-        elif self._drafts is not None:
-            self._drafts.extend(request, table, end, num_known)
+        elif self._draft_room is not None:
+            self._draft_room.extend(request, table, end, num_known)
         else:
             cache.extend(table, end, is_end=end == num_known)
         if self._loads is not None:

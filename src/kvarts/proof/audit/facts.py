@@ -98,7 +98,9 @@ class Facts:
 
     def digest(self, content: Content, page: int, group: int | None = None) -> bytes:
         """Return the digest of a page, as a group has it if its blocks are of several pages."""
-        return self.digests.of(content, page, 1 if group is None else self.ledger.groups[group].block_pages)
+        groups = self.ledger.groups
+        is_known = group is not None and group < len(groups)
+        return self.digests.of(content, page, groups[group or 0].block_pages if is_known else 1)
 
     def find_page(self, what: str, group: int, digest: bytes) -> None:
         """Add a finding about the page of a digest."""
