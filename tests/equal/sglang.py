@@ -38,6 +38,7 @@ ROWS = {
     "eviction": "the radix cache evicts by lfu, slru, tlru or priority",
     "events": "KV events as SGLang's own code publishes them, of tenants with salts",
     "host": "host memory below the tree, written through, written through selectively, or written back",
+    "storage": "storage below host memory, with the three policies of prefetches",
 }
 """What is compared, and what is special about it."""
 RECORDED = Path(__file__).with_name("sglang_steps.json")
@@ -57,7 +58,7 @@ def draw_load(row: str, seed: int) -> SglangLoad:
     def some(most: int) -> list[int]:
         return [draw.randrange(vocabulary) for _ in range(draw.randint(1, most))]
 
-    stems = [some(24 * unit) for _ in range(draw.randint(1, 5))]
+    stems = [some(24 * unit) for _ in range(draw.randint(3, 9) if row == "storage" else draw.randint(1, 5))]
     most_prompt, most_output = draw.choice([2, 8, 20]) * unit, draw.choice([1, 2, 12, 60, 200])
     asks: list[Asked] = []
     step = 0
@@ -65,7 +66,7 @@ def draw_load(row: str, seed: int) -> SglangLoad:
         step += draw.choice([0, 0, 0, 1, 4, 4, 40])
         stem = draw.choice(stems)
         prompt = stem[: draw.randint(0, len(stem))] + some(most_prompt)
-        if asks and draw.random() < (0.6 if row == "host" else 0.3):
+        if asks and draw.random() < (0.6 if row in ("host", "storage") else 0.3):
             before = draw.choice(asks)
             known = before.prompt + before.output
             prompt = known[: draw.randint(1, len(known))] + some(unit)
@@ -105,16 +106,28 @@ def draw_load(row: str, seed: int) -> SglangLoad:
         salts: list[str | None] = draw.choice([[None], [None, "a"], ["a", "b"]])
         for ask in asks:
             ask.salt = draw.choice(salts)
-    if row == "host":
-        load.host_ratio = draw.choice([0.3, 0.5, 0.7, 1.0, 2.0])
-        load.write_policy = draw.choice(["write_through", "write_through_selective", "write_back"])
-        load.size = (most + draw.choice([0, 1, 3, 8, 20, 60])) * page_size
+    if row in ("host", "storage"):
+        load.host_ratio = draw.choice([0.3, 0.5, 0.7, 1.0, 2.0] if row == "host" else [0.1, 0.2, 0.3, 0.5, 1.0])
+        policies = ["write_through", "write_through_selective", "write_back"]
+        load.write_policy = draw.choice(policies if row == "host" else policies[:2])
+        load.size = (most + draw.choice([0, 1, 3, 8, 20, 60] if row == "host" else [0, 0, 1, 3, 8, 20])) * page_size
         load.ignore_eos = draw.random() < 0.5
         if not load.ignore_eos:
             load.conservativeness = draw.choice([1.0, 0.3, 0.1])
         load.policy = draw.choice(["fcfs", "fcfs", "lpm"])
         load.d2h_steps, load.h2d_steps = draw.choice([0, 1, 1, 2, 3, 9]), draw.choice([0, 1, 1, 2])
         load.has_events = draw.random() < 0.5
+    if row == "storage":
+        load.prefetch_policy = draw.choice(["best_effort", "wait_complete", "timeout"])
+        load.storage_config = {"prefetch_threshold": draw.choice([1, 1, 4, 2 * unit, 8 * unit])}
+        if load.prefetch_policy == "timeout":
+            load.storage_config["prefetch_timeout_base"] = draw.choice([0, 0.001, 0.004, 0.02])
+            load.storage_config["prefetch_timeout_per_ki_token"] = draw.choice([0, 0.05, 0.25])
+        load.retry_interval, load.max_retries = draw.choice([8, 8, 1, 3, 0]), draw.choice([8, 8, 2, 0])
+        load.query_steps, load.read_steps = draw.choice([0, 1, 1, 3, 12]), draw.choice([0, 1, 1, 2, 5])
+        load.write_steps, load.batch_pages = draw.choice([0, 1, 1, 2, 5]), draw.choice([128, 128, 2, 7])
+        share = draw.choice([0.0, 0.2, 0.8])
+        load.stored = [index for index in range(len(asks)) if draw.random() < share]
     if row == "eviction":
         load.eviction = draw.choice(["lfu", "slru", "tlru", "priority"])
         load.policy = draw.choice(["fcfs", "fcfs", "lpm", "dfs-weight"])
@@ -179,6 +192,7 @@ def first_difference(
         if mine.loaded:
             counts["tokens loaded"] += sum(mine.loaded.values())
             counts["loads"] += len(mine.loaded)
+            counts["tokens fetched"] += sum(mine.fetched.values())
         if mine.events:
             counts["events"] += len(mine.events)
     return None

@@ -41,8 +41,11 @@ class _Recorder:
                 step.tokens[event.request] = event.end - event.start
             elif isinstance(event, Admitted):
                 step.admitted[event.request] = event.num_hit_pages * self._page_size
-                for _, num_pages in event.by_tier or ():
-                    step.loaded[event.request] = num_pages * self._page_size
+                for tier, num_pages in event.by_tier or ():
+                    num_tokens = num_pages * self._page_size
+                    step.loaded[event.request] = step.loaded.get(event.request, 0) + num_tokens
+                    if tier == "disk" and num_tokens:
+                        step.fetched[event.request] = num_tokens
             elif isinstance(event, Preemption):
                 step.retracted.append(event.victim)
             elif isinstance(event, Finished):
@@ -84,8 +87,34 @@ def config_of(load: SglangLoad) -> ReplayConfig:
         retraction_policy=load.retraction,  # type: ignore[arg-type]
         hicache_ratio=load.host_ratio,
         hicache_write_policy=load.write_policy,  # type: ignore[arg-type]
+        **_storage_of(load),
         cost="linear:step_ms=1",
     )
+
+
+def _storage_of(load: SglangLoad) -> dict[str, Any]:
+    if not load.prefetch_policy:
+        return {}
+    return {
+        "hicache_storage_backend": "file",
+        "hicache_storage_prefetch_policy": load.prefetch_policy,
+        "hicache_storage_backend_extra_config": msgspec.json.encode(load.storage_config).decode(),
+        "hicache_storage_prefetch_retry_poll_interval": load.retry_interval,
+        "hicache_storage_prefetch_retry_max_attempts": load.max_retries,
+    }
+
+
+class _Lasting(Channel):
+    """A channel whose transfers take so many steps from when they begin."""
+
+    __slots__ = ("num_steps",)
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__("clock", latency_us=0, bytes_per_s=1)
+        self.num_steps = num_steps
+
+    def submit(self, now_ns: int, num_bytes: int) -> int:
+        return now_ns + self.num_steps * STEP_NS
 
 
 class _Clock(Channel):
@@ -115,6 +144,14 @@ def kvarts_steps(load: SglangLoad, *, checks_laws: bool = True) -> Iterator[Sgla
     clocks = _Clock(load.d2h_steps), _Clock(load.h2d_steps)
     if isinstance(scheduler.host, HostCopies):
         scheduler.host.to_host, scheduler.host.to_device = clocks
+        storage = scheduler.host.storage
+        if storage is not None:
+            storage.querying, storage.reading = _Lasting(load.query_steps), _Lasting(load.read_steps)
+            storage.writing, storage.batch_pages = _Lasting(load.write_steps), load.batch_pages
+            for index in load.stored:
+                tokens = load.asks[index].prompt + load.asks[index].output
+                content = Content.from_tokens(tokens, page_size=page_size, owner=-1 - index)
+                storage.store(content, len(tokens) // page_size)
     num_arrived = number = num_ended = 0
     while num_ended < len(load.asks):
         now_ns = number * STEP_NS
@@ -148,6 +185,9 @@ def kvarts_steps(load: SglangLoad, *, checks_laws: bool = True) -> Iterator[Sgla
         step.waiting = scheduler.num_waiting
         if isinstance(scheduler.cache, HostRadixCache):
             step.host_free = scheduler.cache.tiered.num_free_below * page_size
+        if isinstance(scheduler.host, HostCopies) and scheduler.host.storage is not None:
+            step.stored = scheduler.host.storage.num_pages * page_size
+            step.reserved = scheduler.host.storage.num_asked * page_size
         step.events = published.events
         yield step
         number += 1

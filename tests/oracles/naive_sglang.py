@@ -43,7 +43,9 @@ class SglangLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     is lower by more than `threshold`. `retraction`: whom decodes retract first, by `length` or by `priority`.
     `has_events`: steps have KV events, which the restatement has not. `host_ratio`: the size of host memory, as a
     multiple of the device's; 0 for none. What of it is written is decided by `write_policy`; a copy to the host, or to
-    the device, takes so many steps.
+    the device, takes so many steps. `prefetch_policy`: how long requests wait for storage below it, "" without any;
+    `storage_config` has its thresholds. A query takes `query_steps`, and each batch of `batch_pages` pages that are
+    read or written so many. `stored`: the requests whose prompts and answers are in storage at the start.
     """
 
     page_size: int
@@ -68,12 +70,23 @@ class SglangLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     write_policy: str = "write_through"
     d2h_steps: int = 1
     h2d_steps: int = 1
+    prefetch_policy: str = ""
+    storage_config: dict[str, float] = {}
+    retry_interval: int = 8
+    max_retries: int = 8
+    query_steps: int = 1
+    read_steps: int = 1
+    write_steps: int = 1
+    batch_pages: int = 128
+    stored: list[int] = []
 
 
 class SglangStep(msgspec.Struct, omit_defaults=True):
     """What one step did, and the memory after it, in tokens. `admitted`: the tokens that each admitted request hit.
 
-    `loaded`: those of them that come from host memory. `events`: its KV events as a consumer decodes them.
+    `loaded`: those of them that come from host memory; `fetched`: of these, those that came there from storage for this
+    request. `stored`: the tokens in storage; `reserved`: those that prefetches may take room for. `events`: its KV
+    events as a consumer decodes them.
     """
 
     kind: str | None = None
@@ -86,7 +99,10 @@ class SglangStep(msgspec.Struct, omit_defaults=True):
     evictable: int = 0
     waiting: int = 0
     loaded: dict[int, int] = {}
+    fetched: dict[int, int] = {}
     host_free: int = 0
+    stored: int = 0
+    reserved: int = 0
     events: list[dict[str, Any]] = []
 
 
