@@ -144,6 +144,12 @@ def draw_load(row: str, seed: int) -> SglangLoad:
     return load
 
 
+def first_of(load: SglangLoad, count: int) -> SglangLoad:
+    """Return a load with its first requests only."""
+    stored = [index for index in load.stored if index < count]
+    return msgspec.structs.replace(load, asks=load.asks[:count], stored=stored)
+
+
 class AskOfTrace:
     """A request of a trace whose hashes name blocks of tokens. Nobody else has the tokens of its answer."""
 
@@ -181,9 +187,15 @@ def load_of_trace(path: Path, page_size: int, size: int, step_ms: float, block: 
 def first_difference(
     load: SglangLoad, ours: Steps, theirs: Steps, counts: Counter[str]
 ) -> tuple[int, SglangStep | None, SglangStep | None] | None:
-    """Return the number of the first step that differs, and what both did in it; None if all are equal."""
+    """Return the number of the first step that differs, and what both did in it; None if all are equal.
+
+    A load ends where SGLang aborts the only running request, which kvarts retracts.
+    """
     for number, (mine, peers) in enumerate(zip_longest(ours(load), theirs(load))):
         if mine != peers:
+            if mine and peers and peers.aborted and mine.retracted == [*peers.retracted, *peers.aborted]:
+                counts["loads up to an abort"] += 1
+                return None
             return number, mine, peers
         counts["steps"] += 1
         counts["retractions"] += len(mine.retracted)
@@ -203,7 +215,9 @@ def shrunk(load: SglangLoad, ours: Steps, theirs: Steps) -> SglangLoad:
     size = len(load.asks)
     while size:
         for start in range(0, len(load.asks), size):
-            smaller = msgspec.structs.replace(load, asks=load.asks[:start] + load.asks[start + size :])
+            kept = [index for index in load.stored if not start <= index < start + size]
+            stored = [index - size * (index >= start) for index in kept]
+            smaller = msgspec.structs.replace(load, asks=load.asks[:start] + load.asks[start + size :], stored=stored)
             if smaller.asks and first_difference(smaller, ours, theirs, Counter()) is not None:
                 load = smaller
                 break
@@ -231,12 +245,13 @@ def record(theirs: Steps) -> None:
     for row in ROWS:
         loads = []
         for seed in range(1000):
-            load = draw_load(row, seed)
-            load.asks = load.asks[:12]
+            load = first_of(draw_load(row, seed), 12)
             steps = list(naive_steps(load))
             is_wanted = row not in ("ratio", "lpm", "priority") or any(step.retracted for step in steps)
             if row == "host":
                 is_wanted = any(step.loaded for step in steps)
+            if row == "storage":
+                is_wanted = any(step.fetched for step in steps)
             if is_wanted and len(steps) < 200 and any(step.admitted and step.waiting for step in steps):
                 loads.append(load)
             if len(loads) == 4:

@@ -1,9 +1,9 @@
 """Host memory and storage below SGLang's tree, its HiCache, on a CPU: a clock decides when something has ended.
 
-The tree, the host pool, the controller of copies, its threads, and the files of its storage are SGLang's own. Stand-ins:
-streams and events, which ask the clock; the kernels that copy; pinned memory and its registration. The threads take
-turns with the scheduler: each runs until it waits for work or for the clock. Imported after the stand-ins of
-`sglang_peer`.
+The tree, the host pool, the controller of copies, its threads, and the files of its storage are SGLang's own.
+Stand-ins: streams and events, which ask the clock; the kernels that copy; pinned memory and its registration. The
+threads take turns with the scheduler: each runs until it waits for work or for the clock. Imported after the stand-ins
+of `sglang_peer`.
 """
 
 # mypy: ignore-errors
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import queue
 import shutil
 import tempfile
 import threading
 from array import array
+from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import torch
 from sglang.srt.managers import cache_controller
@@ -112,7 +113,7 @@ MHATokenToKVPoolHost.__init__ = lambda self, *args, **more: _init(self, *args, *
 class _Worker:
     """A thread of the controller, with the number of the step that it has come to."""
 
-    workers = []
+    workers: ClassVar[list[_Worker]] = []
     """Those of the tree that was opened last, in the order in which they run within a step."""
 
     def __init__(self, target, daemon):
@@ -216,7 +217,7 @@ def run_storage() -> None:
 
 def num_stored(tree) -> int:
     """Return the pages in storage."""
-    return len(os.listdir(tree.cache_controller.storage_backend.file_path))
+    return sum(1 for _ in Path(tree.cache_controller.storage_backend.file_path).iterdir())
 
 
 def host_settings(load: SglangLoad) -> dict[str, object]:
@@ -251,7 +252,7 @@ def open_host(tree, params, load: SglangLoad) -> None:
     _Worker.workers = []
     folder = None
     if load.prefetch_policy:
-        folder = tempfile.mkdtemp(prefix="kvarts-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        folder = tempfile.mkdtemp(prefix="kvarts-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
     tree.init_hicache(SimpleNamespace(file_storage_path=folder), params)
     controller = tree.cache_controller
     for index in load.stored:

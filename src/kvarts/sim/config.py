@@ -613,19 +613,24 @@ class ReplayConfig(
     @property
     def below(self) -> OffloadConfig | None:
         """The tiers below the device: `offload`, with the host memory and the storage that SGLang's settings say."""
-        offload = self.offload
-        if self.given_host_sizes:
-            offload = OffloadConfig() if offload is None else offload
-            num_tokens = int(self.pool_tokens * self.hicache_ratio)
-            if self.hicache_size:
-                num_tokens = int(self.hicache_size * 1e9 / offload.kv_bytes_per_token)
-            offload = msgspec.structs.replace(offload, host_pages=num_tokens // self.page_size + 1)
+        offload = self._sized
         if not self.has_storage or offload is None or not offload.listed:
             return offload
         if offload.tiers:
             files = TierConfig(kind="files", pages=MOST_PAGES)
             return msgspec.structs.replace(offload, tiers=(*offload.tiers, files))
         return msgspec.structs.replace(offload, disk_pages=MOST_PAGES)
+
+    @property
+    def _sized(self) -> OffloadConfig | None:
+        """The same without storage, whose size nothing limits."""
+        if not self.given_host_sizes:
+            return self.offload
+        offload = OffloadConfig() if self.offload is None else self.offload
+        num_tokens = int(self.pool_tokens * self.hicache_ratio)
+        if self.hicache_size:
+            num_tokens = int(self.hicache_size * 1e9 / offload.kv_bytes_per_token)
+        return msgspec.structs.replace(offload, host_pages=num_tokens // self.page_size + 1)
 
     @property
     def host(self) -> HostMemory | None:
@@ -817,7 +822,7 @@ class ReplayConfig(
         cost = values["cost"]
         values["cost"] = _stated(cost) if isinstance(cost, msgspec.Struct) else repr(self._cost)
         values["slo"] = msgspec.to_builtins(values["slo"])
-        values["offload"] = None if self.below is None else self.below.to_builtins()
+        values["offload"] = None if self._sized is None else self._sized.to_builtins()
         if self.cost_factor == 1.0:
             del values["cost_factor"]
         for field in (

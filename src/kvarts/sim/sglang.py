@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 
@@ -23,17 +23,32 @@ NUMBERS_OF_EVICTION: Final[dict[RadixEviction, tuple[str, ...]]] = {
 }
 """The numbers that orders of eviction take."""
 StorageBackend = Literal[
-    *("none", "file", "sim", "mooncake", "npu_memcache", "hf3fs", "nixl", "aibrix", "dynamic", "eic", "simm", "mori"),
-    *("shm", "tensorcast", "seaweedfs"),
+    "none",
+    "file",
+    "sim",
+    "mooncake",
+    "npu_memcache",
+    "hf3fs",
+    "nixl",
+    "aibrix",
+    "dynamic",
+    "eic",
+    "simm",
+    "mori",
+    "shm",
+    "tensorcast",
+    "seaweedfs",
 ]
 
 
-class StorageNumbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The numbers of `hicache_storage_backend_extra_config` that decide something."""
+class StorageNumbers(msgspec.Struct, frozen=True):
+    """What decides something in `hicache_storage_backend_extra_config`, which has settings of backends as well."""
 
     prefetch_threshold: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 256
     prefetch_timeout_base: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 1.0
     prefetch_timeout_per_ki_token: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.25
+    max_size: Any = None
+    min_free_space: Any = None
 
 
 class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,31 +118,31 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
     hicache_storage_backend: Annotated[
         StorageBackend,
         setting(
-            "With the engine sglang and host memory: storage below it, by SGLang's name. All have the same rules and no "
-            "limit of size; its speeds are those of files."
+            "With the engine sglang: storage below host memory, by SGLang's name. All have the same rules, no limit of "
+            "size, and the speeds of files."
         ),
     ] = "none"
     hicache_storage_prefetch_policy: Annotated[
         PrefetchPolicy,
         setting(
-            "With hicache_storage_backend: a request takes what has been read for it when it is looked at "
-            "(best_effort), waits for all of it, or does so for a time."
+            "With storage: a request takes what has been read for it when it is looked at (best_effort), waits for all "
+            "of it, or does so for a time."
         ),
     ] = "timeout"
     hicache_storage_backend_extra_config: Annotated[
         str,
         setting(
-            "With hicache_storage_backend: numbers of its prefetches, as a JSON object: prefetch_threshold, in tokens; "
-            "prefetch_timeout_base, in seconds; and prefetch_timeout_per_ki_token.",
+            "With storage: numbers of its prefetches, as a JSON object. prefetch_threshold, in tokens; "
+            "prefetch_timeout_base, in seconds; and prefetch_timeout_per_ki_token. Other keys have no effect.",
             metavar="JSON",
         ),
     ] = ""
     hicache_storage_prefetch_retry_poll_interval: Annotated[
         int,
-        setting("With hicache_storage_backend: plans after which a request asks it again; 0: never.", metavar="N"),
+        setting("With storage: plans after which a request asks it again; 0: never.", metavar="N"),
     ] = 8
     hicache_storage_prefetch_retry_max_attempts: Annotated[
-        int, setting("With hicache_storage_backend: how often a request asks it again.", metavar="N")
+        int, setting("With storage: how often a request asks it again.", metavar="N")
     ] = 8
     enable_priority_scheduling: Annotated[
         bool,
@@ -188,10 +203,12 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
             check_number(self.schedule_conservativeness, "schedule_conservativeness", most=MOST_CONSERVATIVENESS)
         check_number(self.hicache_ratio, "hicache_ratio", most=MOST_RATIO)
         check_number(self.hicache_size, "hicache_size", most=MOST_GB)
-        check_whole(self.hicache_storage_prefetch_retry_poll_interval, "hicache_storage_prefetch_retry_poll_interval",
-                    least=0)
-        check_whole(self.hicache_storage_prefetch_retry_max_attempts, "hicache_storage_prefetch_retry_max_attempts",
-                    least=0)
+        check_whole(
+            self.hicache_storage_prefetch_retry_poll_interval, "hicache_storage_prefetch_retry_poll_interval", least=0
+        )
+        check_whole(
+            self.hicache_storage_prefetch_retry_max_attempts, "hicache_storage_prefetch_retry_max_attempts", least=0
+        )
         self.storage_numbers()
         for name, values in _CHOICES.items():
             if (value := getattr(self, name)) not in values:
@@ -272,13 +289,17 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
         name = "hicache_storage_backend_extra_config"
         text = self.hicache_storage_backend_extra_config
         try:
-            return msgspec.json.decode(text or "{}", type=StorageNumbers)
-        except UNDECODED as error:
+            numbers = msgspec.json.decode(text or "{}", type=StorageNumbers)
+        except UNDECODED:
             raise SettingError(
-                f"must be a JSON object, got {brief(text)}: {error}",
+                f"must be a JSON object of numbers, got {brief(text)}",
                 name,
-                hint="It takes prefetch_threshold, prefetch_timeout_base and prefetch_timeout_per_ki_token.",
+                hint='Such as \'{"prefetch_threshold": 256, "prefetch_timeout_base": 1}\'.',
             ) from None
+        for limit in ("max_size", "min_free_space"):
+            if getattr(numbers, limit):
+                raise SettingError(f"has {limit}, and a limit of size is not modelled", name, hint="Leave it out.")
+        return numbers
 
     def _eviction_config(self) -> dict[str, int]:
         name = "radix_eviction_policy_config"

@@ -5,8 +5,8 @@ more and there is room for all of it; else it is computed. Copies and loads that
 copies to host memory begin when the results of a step have been taken, loads with the step that needs them.
 
 With storage below host memory, a request asks it when it enters the queue, also after a retraction. When it is looked
-at, it may wait for what is read for it, and the requests behind it are looked at. One that finds less than when it asked,
-because that was evicted, asks again, and waits for the next plan.
+at, it may wait for what is read for it, and the requests behind it are looked at. One that finds less than when it
+asked, because that was evicted, asks again, and waits for the next plan.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class BatchesOverHost(Batches):
         """Count the tokens that are loaded for the head, which starts, as hits of host memory."""
         if ask.below is None:
             return
-        request, end, below = ask.request, ask.hit_tokens, []
+        request, end = ask.request, ask.hit_tokens
+        below: list[int] = []
         for _, num_pages in reversed(ask.below):
             start = end - num_pages * self._page_size
             below.insert(0, max(0, end - max(start, request.furthest_computed)))
@@ -242,5 +243,7 @@ class BatchesOverStorage(BatchesOverHost):
 
     def changes(self) -> bool:
         """Return whether the next step may differ from the last one, or notes something of storage."""
-        waits = self._scheduler.waiting.num_waiting > 0 and self._storage.is_waited_for
-        return waits or self._storage.has_news or super().changes()
+        num_waiting, storage = self._scheduler.waiting.num_waiting, self._storage
+        if num_waiting > len(self._entered) or (num_waiting and storage.is_waited_for) or storage.has_news:
+            return True
+        return super().changes()

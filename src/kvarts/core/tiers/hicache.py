@@ -7,8 +7,8 @@ was copied to make room for it.
 A run whose copy to host memory has ended is written to storage, a batch of pages at a time. A request that enters the
 queue asks storage for what comes after its prefix in the tree: a *query* tells how many pages are there, host memory
 makes room for them, and they are read, a batch at a time, and become findable. Storage has three lanes, which work side
-by side, each on one thing after the other: queries, reads and writes. What a lane has done is noted at the next *round*,
-before a plan. Nothing leaves storage.
+by side, each on one thing after the other: queries, reads and writes. What a lane has done is noted at the next
+*round*, before a plan. Nothing leaves storage.
 """
 
 from __future__ import annotations
@@ -478,7 +478,7 @@ class Prefetches:
         retries = self._retries
         if not (queue and retries):
             return []
-        retries.pop(queue[0], None)  # nobody waits for the guess of the head
+        retries.pop(queue[0], None)  # the head may be admitted now: it asks no more
         now, found = self._num_rounds, []
         if all(retry.due is not None and retry.due > now for retry in retries.values()):
             return []
