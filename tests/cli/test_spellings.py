@@ -244,11 +244,11 @@ def test_what_is_wrong_in_a_line_of_sglang_is_named(
             {"hicache_size": "30"},
         ),
         (
-            "--enable-hicache --hicache-size 3 --hicache-storage-backend file --hicache-storage-prefetch-policy timeout",
+            "--enable-hicache --hicache-size 3 --hicache-storage-backend sim --hicache-storage-prefetch-retry-max 2",
             {
                 "hicache_size": "3",
-                "hicache_storage_backend": "file",
-                "hicache_storage_prefetch_policy": "timeout",
+                "hicache_storage_backend": "sim",
+                "hicache_storage_prefetch_retry_max_attempts": "2",
             },
         ),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from random import Random
 from typing import Any
 
 import msgspec
@@ -130,8 +131,11 @@ class _Clock(Channel):
         return (self.now + self.num_steps) * STEP_NS
 
 
-def kvarts_steps(load: SglangLoad, *, checks_laws: bool = True) -> Iterator[SglangStep]:
-    """Yield what kvarts does in each step, until every request has ended. All laws are checked after each."""
+def kvarts_steps(load: SglangLoad, *, checks_laws: bool = True, cancels: float = 0.0) -> Iterator[SglangStep]:
+    """Yield what kvarts does in each step, until every request has ended. All laws are checked after each.
+
+    `cancels`: the share of steps after which a request is cancelled; then the steps go on until nothing is under way.
+    """
     page_size = load.page_size
     config = config_of(load)
     recorder = _Recorder(page_size)
@@ -153,7 +157,9 @@ def kvarts_steps(load: SglangLoad, *, checks_laws: bool = True) -> Iterator[Sgla
                 content = Content.from_tokens(tokens, page_size=page_size, owner=-1 - index)
                 storage.store(content, len(tokens) // page_size)
     num_arrived = number = num_ended = 0
-    while num_ended < len(load.asks):
+    live: dict[int, Request] = {}
+    draw = Random(len(load.asks))
+    while num_ended < len(load.asks) or (cancels and engine.has_work):
         now_ns = number * STEP_NS
         while num_arrived < len(load.asks) and load.asks[num_arrived].step <= number:
             ask = load.asks[num_arrived]
@@ -161,6 +167,7 @@ def kvarts_steps(load: SglangLoad, *, checks_laws: bool = True) -> Iterator[Sgla
             content = Content.from_tokens(tokens, page_size=page_size, owner=num_arrived, salt=ask.salt)
             request = Request(num_arrived, content, len(ask.prompt), len(ask.output), now_ns, priority=ask.priority)
             assert engine.submit(request, now_ns) is None
+            live[num_arrived] = request
             num_arrived += 1
         step = recorder.step = SglangStep()
         for clock in clocks:
@@ -171,7 +178,8 @@ def kvarts_steps(load: SglangLoad, *, checks_laws: bool = True) -> Iterator[Sgla
                 decoding = [each.index for each in scheduler.running if each.state is RequestState.DECODING]
                 step.tokens = dict.fromkeys(decoding, 1)
                 step.kind = "decode"
-            engine.end()
+            for request in engine.end():
+                del live[request.index]
         else:
             engine.emit()
         if step.retracted:  # in the order in which they were queued again
@@ -180,6 +188,10 @@ def kvarts_steps(load: SglangLoad, *, checks_laws: bool = True) -> Iterator[Sgla
         if step.tokens and not step.kind:
             step.kind = "prefill"
         num_ended += len(step.ended)
+        if live and draw.random() < cancels:
+            engine.now_ns = now_ns + STEP_NS - 1
+            engine.cancel(live.pop(draw.choice(list(live))))
+            num_ended += 1
         num_free, num_cached = scheduler.cache.num_free, scheduler.cache.num_cached
         step.free, step.evictable = (num_free - num_cached) * page_size, num_cached * page_size
         step.waiting = scheduler.num_waiting

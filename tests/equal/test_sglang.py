@@ -63,6 +63,17 @@ def test_kvarts_and_the_restatement_agree(row: str, seed: int) -> None:
     assert first_difference(load, kvarts_steps, naive_steps, Counter()) is None
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_is_left_of_requests_that_are_cancelled_while_storage_is_read_for_them(seed: int) -> None:
+    """L2, in host memory: what was taken to be read into is free in the end."""
+    load = restated(draw_load("storage", 3000 + seed))
+    load.prefetch_policy, load.storage_config, load.read_steps = "wait_complete", {"prefetch_threshold": 1}, 5
+    steps = list(kvarts_steps(load, cancels=0.1))
+    assert max(step.reserved for step in steps) > 0
+    assert steps[-1].reserved == steps[-1].waiting == 0
+    assert 0 < sum(len(step.ended) for step in steps) < len(load.asks)
+
+
 def with_own_answers(load: SglangLoad) -> SglangLoad:
     """Return a load in which nobody else has the tokens that a request generates."""
     for index, ask in enumerate(load.asks):
