@@ -744,7 +744,9 @@ class ReplayConfig(
                 raise SettingError(
                     "has no effect with {engine} sglang, whose host memory has rules of its own",
                     f"offload.{field.name}",
-                    hint="Leave it out; see {hicache_write_policy}.",
+                    hint="Give {hicache_storage_backend} file, or leave it out."
+                    if field.name in OF_FILES
+                    else "Leave it out; see {hicache_write_policy}.",
                 )
 
     @property
