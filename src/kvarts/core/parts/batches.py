@@ -426,9 +426,14 @@ class Batches:
         if self._step.rests:
             self._scheduler.wheel.num_rests += 1
             return
-        for request in self._resuming:
-            request.stalls_ns += (end_ns - self._answered.pop(request, self._decoded_ns),)
-        self._resuming = []
+        if self._resuming:
+            answered, stall_ns = self._answered, (end_ns - self._decoded_ns,)
+            for request in self._resuming:
+                if answered and request in answered:
+                    request.stalls_ns += (end_ns - answered.pop(request),)
+                else:
+                    request.stalls_ns += stall_ns
+            self._resuming = []
         self._decoded_ns = end_ns
 
     def keep(self, request: Request, end_ns: int) -> bool:

@@ -132,7 +132,7 @@ class BatchesOverHost(Batches):
 class BatchesOverStorage(BatchesOverHost):
     """Owner of what is known of waiting requests, and of the pages that storage had for them."""
 
-    __slots__ = ("_entered", "_fetched", "_queue", "_sent_back", "_storage")
+    __slots__ = ("_entered", "_fetched", "_has_skipped_all", "_queue", "_sent_back", "_storage")
 
     def __init__(self, scheduler: SchedulerState, rules: BatchRules, host: HostMemory) -> None:
         super().__init__(scheduler, rules, host)
@@ -145,6 +145,8 @@ class BatchesOverStorage(BatchesOverHost):
         """Requests that are retracted in the step being planned."""
         self._fetched: dict[Request, tuple[int, int]] = {}
         """The pages that were read for requests last."""
+        self._has_skipped_all = False
+        """Whether all that wait were looked at in this step, and wait for storage."""
 
     def acts(self) -> Acts:
         """Return where it acts."""
@@ -194,10 +196,16 @@ class BatchesOverStorage(BatchesOverHost):
     def _skip(self) -> Verdict:
         """Let the head wait, and look at the next request."""
         self._queue.num_skipped += 1
+        self._note_candidates()
         return AGAIN if self._has_candidate() else FOR_STORAGE
 
+    def _note_candidates(self) -> None:
+        """Let the first request be the head again, of which nothing is asked, if all that wait are skipped."""
+        if self._scheduler.waiting.num_waiting <= self._queue.num_skipped:
+            self._has_skipped_all, self._queue.num_skipped = True, 0
+
     def _has_candidate(self) -> bool:
-        return self._scheduler.waiting.num_waiting > self._queue.num_skipped
+        return not self._has_skipped_all and super()._has_candidate()
 
     def fits(self, ask: Ask, step: Step) -> Verdict:
         """Let the head pass as above host memory; tell what has come there from storage for it."""
@@ -213,12 +221,14 @@ class BatchesOverStorage(BatchesOverHost):
         """Count the prompt that begins, which asks storage no more."""
         self._entered.discard(request)
         self._storage.leave(request)
+        if self._queue.num_skipped:
+            self._note_candidates()
         super().start(request, step)
 
     def close(self, step: Step) -> None:
         """Take the memory of the step, and let retracted requests ask storage."""
         super().close(step)
-        self._queue.num_skipped = 0
+        self._has_skipped_all, self._queue.num_skipped = False, 0
         self._storage.go_on()
 
     def _retract(self, step: Step) -> None:

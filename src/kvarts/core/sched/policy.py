@@ -185,8 +185,8 @@ class QueuePolicy:
             self._queue.remove(request)
 
     def head(self, now_ns: int) -> Request:
-        """Return the first request that is not skipped; the very first if all are."""
-        return self._queue[self.num_skipped if self.num_skipped < len(self._queue) else 0]
+        """Return the first request that is not skipped. There is one."""
+        return self._queue[self.num_skipped]
 
     def holds_until_ns(self, now_ns: int) -> int:
         """Return NEVER_NS: the order does not change with time."""
