@@ -167,7 +167,7 @@ class BatchesOverStorage(BatchesOverHost):
         self._storage.begin_round(step.now_ns)
         super()._note_copies(step)
         self._storage.note(step.now_ns)
-        for request, hit_end in self._storage.due(list(self._queue)):
+        for request, hit_end in self._storage.due(self._queue):
             self._storage.ask_again(request, step.now_ns, hit_end)
 
     def _enter(self, request: Request, now_ns: int) -> None:
@@ -242,6 +242,12 @@ class BatchesOverStorage(BatchesOverHost):
     ) -> None:
         super()._retract_one(request, asker, num_pages, now_ns, num_left, is_queued=is_queued)
         self._sent_back.append(request)
+
+    def _take_results(self) -> None:
+        ended = self._ended
+        super()._take_results()
+        for request in ended:
+            self._fetched.pop(request, None)
 
     def drop(self, request: Request) -> None:
         """Forget a request that is about to be cancelled."""

@@ -472,11 +472,12 @@ class Prefetches:
         self._num_retries[request] = 0
         self._ask(request, now_ns)
 
-    def due(self, queue: Sequence[Request]) -> list[tuple[Request, int | None]]:
+    def due(self, waiting: Iterable[Request]) -> list[tuple[Request, int | None]]:
         """Return the requests that ask again now, in the order of the queue, with the end of what storage has."""
         self._num_rounds += 1
         retries = self._retries
-        if not (queue and retries):
+        queue = list(waiting) if retries else []
+        if not queue:
             return []
         retries.pop(queue[0], None)  # the head may be admitted now: it asks no more
         now, found = self._num_rounds, []
