@@ -84,6 +84,8 @@ CHOICES = (
     "priority",
     "lpm",
     "write_back",
+    "best_effort",
+    "mooncake",
 )
 """Values that are not the default, of settings with a few."""
 

@@ -211,7 +211,7 @@ def test_a_word_may_be_cut_if_it_can_be_only_one_option() -> None:
         ("--schedule-policy lof", "'lof' is not one of 'fcfs', 'lpm', 'dfs-weight'"),
         ("--page-size", "--page-size needs a value."),
         ("--chunked-prefill-size -1", "sets no size of chunks; give the tokens of the longest prompt"),
-        ("--hicache-storage-backend file", "storage below host memory is not modelled: leave it out"),
+        ("--enable-hicache --hicache-storage-backend tape", "'tape' is not one of 'none', 'file', 'sim'"),
         ("--dp-size 2", "--dp-size: leave it out, and give --replicas N --router round-robin"),
         ("--max-total-tokens many", "--max-total-tokens must be a whole number of at least 1, got many"),
         ("--max-total-tokens 10 --page-size 16", "--max-total-tokens 10 is less than a page of 16 tokens"),
@@ -237,6 +237,19 @@ def test_what_is_wrong_in_a_line_of_sglang_is_named(
         (
             "--enable-hicache --hicache-write-policy write_back",
             {"hicache_write_policy": "write_back", "hicache_ratio": "2.0"},
+        ),
+        ("--hicache-storage-backend file", {}),
+        (
+            "--enable-hicache --hicache-size 30 --hicache-storage-prefetch-policy best_effort",
+            {"hicache_size": "30"},
+        ),
+        (
+            "--enable-hicache --hicache-size 3 --hicache-storage-backend sim --hicache-storage-prefetch-retry-max 2",
+            {
+                "hicache_size": "3",
+                "hicache_storage_backend": "sim",
+                "hicache_storage_prefetch_retry_max_attempts": "2",
+            },
         ),
     ],
 )

@@ -38,6 +38,7 @@ ROWS = {
     "eviction": "the radix cache evicts by lfu, slru, tlru or priority",
     "events": "KV events as SGLang's own code publishes them, of tenants with salts",
     "host": "host memory below the tree, written through, written through selectively, or written back",
+    "storage": "storage below host memory, with the three policies of prefetches",
 }
 """What is compared, and what is special about it."""
 RECORDED = Path(__file__).with_name("sglang_steps.json")
@@ -57,7 +58,7 @@ def draw_load(row: str, seed: int) -> SglangLoad:
     def some(most: int) -> list[int]:
         return [draw.randrange(vocabulary) for _ in range(draw.randint(1, most))]
 
-    stems = [some(24 * unit) for _ in range(draw.randint(1, 5))]
+    stems = [some(24 * unit) for _ in range(draw.randint(3, 9) if row == "storage" else draw.randint(1, 5))]
     most_prompt, most_output = draw.choice([2, 8, 20]) * unit, draw.choice([1, 2, 12, 60, 200])
     asks: list[Asked] = []
     step = 0
@@ -65,7 +66,7 @@ def draw_load(row: str, seed: int) -> SglangLoad:
         step += draw.choice([0, 0, 0, 1, 4, 4, 40])
         stem = draw.choice(stems)
         prompt = stem[: draw.randint(0, len(stem))] + some(most_prompt)
-        if asks and draw.random() < (0.6 if row == "host" else 0.3):
+        if asks and draw.random() < (0.6 if row in ("host", "storage") else 0.3):
             before = draw.choice(asks)
             known = before.prompt + before.output
             prompt = known[: draw.randint(1, len(known))] + some(unit)
@@ -105,16 +106,28 @@ def draw_load(row: str, seed: int) -> SglangLoad:
         salts: list[str | None] = draw.choice([[None], [None, "a"], ["a", "b"]])
         for ask in asks:
             ask.salt = draw.choice(salts)
-    if row == "host":
-        load.host_ratio = draw.choice([0.3, 0.5, 0.7, 1.0, 2.0])
-        load.write_policy = draw.choice(["write_through", "write_through_selective", "write_back"])
-        load.size = (most + draw.choice([0, 1, 3, 8, 20, 60])) * page_size
+    if row in ("host", "storage"):
+        load.host_ratio = draw.choice([0.3, 0.5, 0.7, 1.0, 2.0] if row == "host" else [0.1, 0.2, 0.3, 0.5, 1.0])
+        policies = ["write_through", "write_through_selective", "write_back"]
+        load.write_policy = draw.choice(policies if row == "host" else policies[:2])
+        load.size = (most + draw.choice([0, 1, 3, 8, 20, 60] if row == "host" else [0, 0, 1, 3, 8, 20])) * page_size
         load.ignore_eos = draw.random() < 0.5
         if not load.ignore_eos:
             load.conservativeness = draw.choice([1.0, 0.3, 0.1])
         load.policy = draw.choice(["fcfs", "fcfs", "lpm"])
         load.d2h_steps, load.h2d_steps = draw.choice([0, 1, 1, 2, 3, 9]), draw.choice([0, 1, 1, 2])
         load.has_events = draw.random() < 0.5
+    if row == "storage":
+        load.prefetch_policy = draw.choice(["best_effort", "wait_complete", "timeout"])
+        load.storage_config = {"prefetch_threshold": draw.choice([1, 1, 4, 2 * unit, 8 * unit])}
+        if load.prefetch_policy == "timeout":
+            load.storage_config["prefetch_timeout_base"] = draw.choice([0, 0.001, 0.004, 0.02])
+            load.storage_config["prefetch_timeout_per_ki_token"] = draw.choice([0, 0.05, 0.25])
+        load.retry_interval, load.max_retries = draw.choice([8, 8, 1, 3, 0]), draw.choice([8, 8, 2, 0])
+        load.query_steps, load.read_steps = draw.choice([0, 1, 1, 3, 12]), draw.choice([0, 1, 1, 2, 5])
+        load.write_steps, load.batch_pages = draw.choice([0, 1, 1, 2, 5]), draw.choice([128, 128, 2, 7])
+        share = draw.choice([0.0, 0.2, 0.8])
+        load.stored = [index for index in range(len(asks)) if draw.random() < share]
     if row == "eviction":
         load.eviction = draw.choice(["lfu", "slru", "tlru", "priority"])
         load.policy = draw.choice(["fcfs", "fcfs", "lpm", "dfs-weight"])
@@ -129,6 +142,12 @@ def draw_load(row: str, seed: int) -> SglangLoad:
         for ask in asks:
             ask.priority = draw.choice([0, 0, 1, 5, -3])
     return load
+
+
+def first_of(load: SglangLoad, count: int) -> SglangLoad:
+    """Return a load with its first requests only."""
+    stored = [index for index in load.stored if index < count]
+    return msgspec.structs.replace(load, asks=load.asks[:count], stored=stored)
 
 
 class AskOfTrace:
@@ -168,9 +187,15 @@ def load_of_trace(path: Path, page_size: int, size: int, step_ms: float, block: 
 def first_difference(
     load: SglangLoad, ours: Steps, theirs: Steps, counts: Counter[str]
 ) -> tuple[int, SglangStep | None, SglangStep | None] | None:
-    """Return the number of the first step that differs, and what both did in it; None if all are equal."""
+    """Return the number of the first step that differs, and what both did in it; None if all are equal.
+
+    A load ends where SGLang aborts the only running request, which kvarts retracts.
+    """
     for number, (mine, peers) in enumerate(zip_longest(ours(load), theirs(load))):
         if mine != peers:
+            if mine and peers and peers.aborted and mine.retracted == [*peers.retracted, *peers.aborted]:
+                counts["loads up to an abort"] += 1
+                return None
             return number, mine, peers
         counts["steps"] += 1
         counts["retractions"] += len(mine.retracted)
@@ -179,6 +204,7 @@ def first_difference(
         if mine.loaded:
             counts["tokens loaded"] += sum(mine.loaded.values())
             counts["loads"] += len(mine.loaded)
+            counts["tokens fetched"] += sum(mine.fetched.values())
         if mine.events:
             counts["events"] += len(mine.events)
     return None
@@ -189,7 +215,9 @@ def shrunk(load: SglangLoad, ours: Steps, theirs: Steps) -> SglangLoad:
     size = len(load.asks)
     while size:
         for start in range(0, len(load.asks), size):
-            smaller = msgspec.structs.replace(load, asks=load.asks[:start] + load.asks[start + size :])
+            kept = [index for index in load.stored if not start <= index < start + size]
+            stored = [index - size * (index >= start) for index in kept]
+            smaller = msgspec.structs.replace(load, asks=load.asks[:start] + load.asks[start + size :], stored=stored)
             if smaller.asks and first_difference(smaller, ours, theirs, Counter()) is not None:
                 load = smaller
                 break
@@ -217,12 +245,13 @@ def record(theirs: Steps) -> None:
     for row in ROWS:
         loads = []
         for seed in range(1000):
-            load = draw_load(row, seed)
-            load.asks = load.asks[:12]
+            load = first_of(draw_load(row, seed), 12)
             steps = list(naive_steps(load))
             is_wanted = row not in ("ratio", "lpm", "priority") or any(step.retracted for step in steps)
             if row == "host":
                 is_wanted = any(step.loaded for step in steps)
+            if row == "storage":
+                is_wanted = any(step.fetched for step in steps)
             if is_wanted and len(steps) < 200 and any(step.admitted and step.waiting for step in steps):
                 loads.append(load)
             if len(loads) == 4:

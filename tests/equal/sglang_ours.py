@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from random import Random
 from typing import Any
 
 import msgspec
@@ -41,8 +42,11 @@ class _Recorder:
                 step.tokens[event.request] = event.end - event.start
             elif isinstance(event, Admitted):
                 step.admitted[event.request] = event.num_hit_pages * self._page_size
-                for _, num_pages in event.by_tier or ():
-                    step.loaded[event.request] = num_pages * self._page_size
+                for tier, num_pages in event.by_tier or ():
+                    num_tokens = num_pages * self._page_size
+                    step.loaded[event.request] = step.loaded.get(event.request, 0) + num_tokens
+                    if tier == "disk" and num_tokens:
+                        step.fetched[event.request] = num_tokens
             elif isinstance(event, Preemption):
                 step.retracted.append(event.victim)
             elif isinstance(event, Finished):
@@ -84,8 +88,34 @@ def config_of(load: SglangLoad) -> ReplayConfig:
         retraction_policy=load.retraction,  # type: ignore[arg-type]
         hicache_ratio=load.host_ratio,
         hicache_write_policy=load.write_policy,  # type: ignore[arg-type]
+        **_storage_of(load),
         cost="linear:step_ms=1",
     )
+
+
+def _storage_of(load: SglangLoad) -> dict[str, Any]:
+    if not load.prefetch_policy:
+        return {}
+    return {
+        "hicache_storage_backend": "file",
+        "hicache_storage_prefetch_policy": load.prefetch_policy,
+        "hicache_storage_backend_extra_config": msgspec.json.encode(load.storage_config).decode(),
+        "hicache_storage_prefetch_retry_poll_interval": load.retry_interval,
+        "hicache_storage_prefetch_retry_max_attempts": load.max_retries,
+    }
+
+
+class _Lasting(Channel):
+    """A channel whose transfers take so many steps from when they begin."""
+
+    __slots__ = ("num_steps",)
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__("clock", latency_us=0, bytes_per_s=1)
+        self.num_steps = num_steps
+
+    def submit(self, now_ns: int, num_bytes: int) -> int:
+        return now_ns + self.num_steps * STEP_NS
 
 
 class _Clock(Channel):
@@ -101,8 +131,11 @@ class _Clock(Channel):
         return (self.now + self.num_steps) * STEP_NS
 
 
-def kvarts_steps(load: SglangLoad, *, checks_laws: bool = True) -> Iterator[SglangStep]:
-    """Yield what kvarts does in each step, until every request has ended. All laws are checked after each."""
+def kvarts_steps(load: SglangLoad, *, checks_laws: bool = True, cancels: float = 0.0) -> Iterator[SglangStep]:
+    """Yield what kvarts does in each step, until every request has ended. All laws are checked after each.
+
+    `cancels`: the share of steps after which a request is cancelled; then the steps go on until nothing is under way.
+    """
     page_size = load.page_size
     config = config_of(load)
     recorder = _Recorder(page_size)
@@ -115,8 +148,18 @@ def kvarts_steps(load: SglangLoad, *, checks_laws: bool = True) -> Iterator[Sgla
     clocks = _Clock(load.d2h_steps), _Clock(load.h2d_steps)
     if isinstance(scheduler.host, HostCopies):
         scheduler.host.to_host, scheduler.host.to_device = clocks
+        storage = scheduler.host.storage
+        if storage is not None:
+            storage.querying, storage.reading = _Lasting(load.query_steps), _Lasting(load.read_steps)
+            storage.writing, storage.batch_pages = _Lasting(load.write_steps), load.batch_pages
+            for index in load.stored:
+                tokens = load.asks[index].prompt + load.asks[index].output
+                content = Content.from_tokens(tokens, page_size=page_size, owner=-1 - index)
+                storage.store(content, len(tokens) // page_size)
     num_arrived = number = num_ended = 0
-    while num_ended < len(load.asks):
+    live: dict[int, Request] = {}
+    draw = Random(len(load.asks))
+    while num_ended < len(load.asks) or (cancels and engine.has_work):
         now_ns = number * STEP_NS
         while num_arrived < len(load.asks) and load.asks[num_arrived].step <= number:
             ask = load.asks[num_arrived]
@@ -124,6 +167,7 @@ def kvarts_steps(load: SglangLoad, *, checks_laws: bool = True) -> Iterator[Sgla
             content = Content.from_tokens(tokens, page_size=page_size, owner=num_arrived, salt=ask.salt)
             request = Request(num_arrived, content, len(ask.prompt), len(ask.output), now_ns, priority=ask.priority)
             assert engine.submit(request, now_ns) is None
+            live[num_arrived] = request
             num_arrived += 1
         step = recorder.step = SglangStep()
         for clock in clocks:
@@ -134,7 +178,8 @@ def kvarts_steps(load: SglangLoad, *, checks_laws: bool = True) -> Iterator[Sgla
                 decoding = [each.index for each in scheduler.running if each.state is RequestState.DECODING]
                 step.tokens = dict.fromkeys(decoding, 1)
                 step.kind = "decode"
-            engine.end()
+            for request in engine.end():
+                del live[request.index]
         else:
             engine.emit()
         if step.retracted:  # in the order in which they were queued again
@@ -143,11 +188,18 @@ def kvarts_steps(load: SglangLoad, *, checks_laws: bool = True) -> Iterator[Sgla
         if step.tokens and not step.kind:
             step.kind = "prefill"
         num_ended += len(step.ended)
+        if live and draw.random() < cancels:
+            engine.now_ns = now_ns + STEP_NS - 1
+            engine.cancel(live.pop(draw.choice(list(live))))
+            num_ended += 1
         num_free, num_cached = scheduler.cache.num_free, scheduler.cache.num_cached
         step.free, step.evictable = (num_free - num_cached) * page_size, num_cached * page_size
         step.waiting = scheduler.num_waiting
         if isinstance(scheduler.cache, HostRadixCache):
             step.host_free = scheduler.cache.tiered.num_free_below * page_size
+        if isinstance(scheduler.host, HostCopies) and scheduler.host.storage is not None:
+            step.stored = scheduler.host.storage.num_pages * page_size
+            step.reserved = scheduler.host.storage.num_asked * page_size
         step.events = published.events
         yield step
         number += 1

@@ -87,7 +87,7 @@ import torch  # noqa: E402
 from sglang.srt.disaggregation.kv_events import KVEventBatch  # noqa: E402
 from sglang.srt.disaggregation.utils import DisaggregationMode  # noqa: E402
 from sglang.srt.managers import schedule_policy  # noqa: E402
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch  # noqa: E402
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch, split_cached_prefix_by_tier  # noqa: E402
 from sglang.srt.managers.schedule_policy import SchedulePolicy  # noqa: E402
 from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
 from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker  # noqa: E402
@@ -103,7 +103,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
 
-from equal.sglang_host import CLOCK, close, host_settings, make_pool, open_host  # noqa: E402
+from equal.sglang_host import CLOCK, close, host_settings, make_pool, num_stored, open_host, run_storage  # noqa: E402
 
 logging.disable(logging.WARNING)
 NOTHING = ("dllm_config", "prefill_delayer", "min_free_slots_delayer", "dynamic_chunk_sizer", "truncation_align_size",
@@ -175,7 +175,7 @@ class _Scheduler(Scheduler):
             setattr(self, name, 0)
         if load.host_ratio:
             open_host(tree, params, load)
-            self.enable_hierarchical_cache = True
+            self.enable_hierarchical_cache, self.enable_hicache_storage = True, bool(load.prefetch_policy)
         self.page_size, self.tree_cache, self.token_to_kv_pool_allocator = page_size, tree, allocator
         self.req_to_token_pool, self.device = pool, "cpu"
         self.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
@@ -214,9 +214,6 @@ class _Scheduler(Scheduler):
     def _abort_on_queued_limit(self, req):
         return False
 
-    def _prefetch_kvcache(self, req):
-        pass
-
     def send_abort_output(self, output, req):
         self.aborted.append(int(req.rid))
 
@@ -234,6 +231,16 @@ def _request(load: SglangLoad, index: int) -> Req:
               cache_salt=ask.salt)  # fmt: skip
     req.tokenizer, req.priority = None, ask.priority
     return req
+
+
+def _num_of_host(req: Req) -> int:
+    """Return the tokens that a request has loaded from host memory, and that were there before its prefetch."""
+    return split_cached_prefix_by_tier(
+        prefix_len=req.prefix_len,
+        host_hit_len=req.materialized_host_hit_len(),
+        storage_hit_len=req.storage_hit_length,
+        storage_hit_start=req.storage_hit_start,
+    )[1]
 
 
 def _take(server: _Scheduler, load: SglangLoad, batch: ScheduleBatch, step: SglangStep) -> None:
@@ -295,11 +302,12 @@ def _steps(load: SglangLoad) -> Iterator[SglangStep]:
     number = num_arrived = num_ended = 0
     continuing = None
     while num_ended < len(load.asks):
+        CLOCK.now += 1
         while num_arrived < len(load.asks) and load.asks[num_arrived].step <= number:
             server._add_request_to_queue(_request(load, num_arrived))
             num_arrived += 1
         server.retracted, server.aborted = [], []
-        CLOCK.now += 1
+        run_storage()
         step = SglangStep()
         last = server.last_batch
         plan = server.get_next_batch_to_run(running_batch=server.running_batch, last_batch=last)
@@ -313,6 +321,9 @@ def _steps(load: SglangLoad) -> Iterator[SglangStep]:
                     step.admitted[int(req.rid)] = req.prefix_len
                     if req.host_hit_length and req.host_loaded_length:
                         step.loaded[int(req.rid)] = req.host_loaded_length
+                        num_fetched = req.host_loaded_length - _num_of_host(req)
+                        if num_fetched:
+                            step.fetched[int(req.rid)] = num_fetched
             server.forward_ct += 1
             batch.input_ids = None
             if load.overlap:
@@ -333,6 +344,9 @@ def _steps(load: SglangLoad) -> Iterator[SglangStep]:
         step.evictable, step.waiting = server.tree_cache.evictable_size(), len(server.waiting_queue)
         if load.host_ratio:
             step.host_free = server.tree_cache.cache_controller.mem_pool_host.available_size()
+        if load.prefetch_policy:
+            step.stored = num_stored(server.tree_cache) * load.page_size
+            step.reserved = server.tree_cache.cache_controller.prefetch_tokens_occupied
         if load.has_events:
             batch_of_events = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=server.tree_cache.take_events()))
             step.events = msgspec.msgpack.decode(batch_of_events)[1]

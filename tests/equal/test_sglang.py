@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from equal.sglang import RECORDED, ROWS, describe, draw_load, first_difference, shrunk
+from equal.sglang import RECORDED, ROWS, describe, draw_load, first_difference, first_of, shrunk
 from equal.sglang_ours import config_of, kvarts_steps
 from kvarts import OffloadConfig, replay, verify
 from kvarts.evidence import timelines_of
@@ -33,7 +33,7 @@ CASES = msgspec.json.decode(RECORDED.read_bytes(), type=list[Recorded])
 def restated(load: SglangLoad) -> SglangLoad:
     """Return the first requests of a load, without what the restatement does not know."""
     asks = [msgspec.structs.replace(ask, salt=None) for ask in load.asks[:25]]
-    return msgspec.structs.replace(load, asks=asks, has_events=False)
+    return msgspec.structs.replace(first_of(load, 25), asks=asks, has_events=False)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,7 @@ def test_recorded_steps_contain_retractions_hits_and_both_orders_of_results() ->
     assert sum(len(step.retracted) for step in steps) > 3
     assert sum(map(bool, (step.admitted.values() for step in steps))) > 20
     assert sum(len(step.loaded) for step in steps) > 3
+    assert sum(len(step.fetched) for step in steps) > 3
     assert {case.load.overlap for case in CASES} == {True, False}
 
 
@@ -62,15 +63,39 @@ def test_kvarts_and_the_restatement_agree(row: str, seed: int) -> None:
     assert first_difference(load, kvarts_steps, naive_steps, Counter()) is None
 
 
-def load_of_fast_copies(seed: int) -> tuple[SglangLoad, OffloadConfig]:
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_is_left_of_requests_that_are_cancelled_while_storage_is_read_for_them(seed: int) -> None:
+    """L2, in host memory: what was taken to be read into is free in the end."""
+    load = restated(draw_load("storage", 3000 + seed))
+    load.prefetch_policy, load.storage_config, load.read_steps = "wait_complete", {"prefetch_threshold": 1}, 5
+    steps = list(kvarts_steps(load, cancels=0.1))
+    assert max(step.reserved for step in steps) > 0
+    assert steps[-1].reserved == steps[-1].waiting == 0
+    assert 0 < sum(len(step.ended) for step in steps) < len(load.asks)
+
+
+def with_own_answers(load: SglangLoad) -> SglangLoad:
+    """Return a load in which nobody else has the tokens that a request generates."""
+    for index, ask in enumerate(load.asks):
+        ask.output = [10**6 * (index + 1) + place for place in range(len(ask.output))]
+    return load
+
+
+def load_of_fast_copies(row: str, seed: int) -> tuple[SglangLoad, OffloadConfig]:
     """Return a load with host memory whose copies take less than a step, so that no step begins when one ends."""
-    for number in range(2000 + seed, 2100, 3):
-        load = restated(draw_load("host", number))
-        load.d2h_steps, load.h2d_steps = 1 if load.overlap else 2, 1
+    fast = OffloadConfig(kv_bytes_per_token=1, h2d="100GB/s", d2h="100GB/s", latency_us=0)
+    if row == "storage":
+        fast = msgspec.structs.replace(fast, disk_read="100GB/s", disk_write="100GB/s", disk_latency_us=0)
+    for number in range(2000 + seed, 2300, 3):
+        load = with_own_answers(restated(draw_load(row, number)))
+        load.d2h_steps, load.h2d_steps, load.stored = 1 if load.overlap else 2, 1, []
+        load.query_steps = load.read_steps = load.write_steps = 0
+        if load.write_policy == "write_back":
+            continue
         steps = list(naive_steps(load))
         is_idle = any(step.kind is None and step.waiting for step in steps)
-        if load.write_policy != "write_back" and not is_idle and any(step.loaded for step in steps):
-            return load, OffloadConfig(kv_bytes_per_token=1, h2d="100GB/s", d2h="100GB/s", latency_us=0)
+        if not is_idle and any(step.fetched if row == "storage" else step.loaded for step in steps):
+            return load, fast
     raise AssertionError("no such load")
 
 
@@ -78,19 +103,19 @@ def load_of_fast_copies(seed: int) -> tuple[SglangLoad, OffloadConfig]:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_replay_admits_hits_and_retracts_as_the_steps(row: str, seed: int, tmp_path: Path) -> None:
     """A step takes a millisecond; nobody else has the tokens that a request of the trace generates."""
-    load, offload = restated(draw_load(row, 2000 + seed)), None
-    if row == "host":
-        load, offload = load_of_fast_copies(seed)
-    for index, ask in enumerate(load.asks):
-        ask.output = [10**6 * (index + 1) + place for place in range(len(ask.output))]
+    load, offload = with_own_answers(restated(draw_load(row, 2000 + seed))), None
+    if row in ("host", "storage"):
+        load, offload = load_of_fast_copies(row, seed)
     admitted: dict[int, tuple[int, int]] = {}
     retracted: Counter[int] = Counter()
     loaded: Counter[int] = Counter()
+    fetched: Counter[int] = Counter()
     for number, step in enumerate(naive_steps(load)):
         for index, count in step.admitted.items():
             admitted.setdefault(index, (number - load.asks[0].step, count))
         retracted.update(step.retracted)
         loaded.update(step.loaded)
+        fetched.update(step.fetched)
     names: dict[tuple[int, int], int] = {}
     rows = []
     for ask in load.asks:
@@ -112,8 +137,11 @@ def test_a_replay_admits_hits_and_retracts_as_the_steps(row: str, seed: int, tmp
         assert sum(gaps) / 1e6 == pytest.approx((last_ms - first_ms).sum())
     ours = zip(requests["first_admitted_ms"], requests["cached_tokens"], requests["preemptions"], strict=True)
     assert list(ours) == [(*admitted[index], retracted[index]) for index in range(len(load.asks))]
-    if row == "host" and not retracted:
-        assert list(requests["host_tokens"]) == [loaded[index] for index in range(len(load.asks))]
+    if row in ("host", "storage") and not retracted:
+        of_host = [loaded[index] - fetched[index] for index in range(len(load.asks))]
+        assert list(requests["host_tokens"]) == of_host
+    if row == "storage" and not retracted:
+        assert list(requests["disk_tokens"]) == [fetched[index] for index in range(len(load.asks))]
 
 
 def faulty_steps(load: SglangLoad) -> Iterator[SglangStep]:

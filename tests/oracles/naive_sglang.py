@@ -43,7 +43,9 @@ class SglangLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     is lower by more than `threshold`. `retraction`: whom decodes retract first, by `length` or by `priority`.
     `has_events`: steps have KV events, which the restatement has not. `host_ratio`: the size of host memory, as a
     multiple of the device's; 0 for none. What of it is written is decided by `write_policy`; a copy to the host, or to
-    the device, takes so many steps.
+    the device, takes so many steps. `prefetch_policy`: how long requests wait for storage below it, "" without any;
+    `storage_config` has its thresholds. A query takes `query_steps`, and each batch of `batch_pages` pages that are
+    read or written so many. `stored`: the requests whose prompts and answers are in storage at the start.
     """
 
     page_size: int
@@ -68,12 +70,23 @@ class SglangLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     write_policy: str = "write_through"
     d2h_steps: int = 1
     h2d_steps: int = 1
+    prefetch_policy: str = ""
+    storage_config: dict[str, int | float] = {}
+    retry_interval: int = 8
+    max_retries: int = 8
+    query_steps: int = 1
+    read_steps: int = 1
+    write_steps: int = 1
+    batch_pages: int = 128
+    stored: list[int] = []
 
 
 class SglangStep(msgspec.Struct, omit_defaults=True):
     """What one step did, and the memory after it, in tokens. `admitted`: the tokens that each admitted request hit.
 
-    `loaded`: those of them that come from host memory. `events`: its KV events as a consumer decodes them.
+    `loaded`: those of them that come from host memory; `fetched`: of these, those that came there from storage for this
+    request. `stored`: the tokens in storage; `reserved`: those that prefetches may take room for. `events`: its KV
+    events as a consumer decodes them.
     """
 
     kind: str | None = None
@@ -86,7 +99,10 @@ class SglangStep(msgspec.Struct, omit_defaults=True):
     evictable: int = 0
     waiting: int = 0
     loaded: dict[int, int] = {}
+    fetched: dict[int, int] = {}
     host_free: int = 0
+    stored: int = 0
+    reserved: int = 0
     events: list[dict[str, Any]] = []
 
 
@@ -124,7 +140,8 @@ class NaiveRadixTree:
         self, size: int, page_size: int, eviction: str = "lru", eviction_config: dict[str, int] | None = None
     ) -> None:
         self.page_size, self.num_free, self.clock = page_size, size, 0
-        self.num_host_free = 0
+        self.num_host_free = self.num_stored = self.num_asked = 0
+        self.step = -1
         self.eviction, self.eviction_config = eviction, eviction_config or {}
         self.root = _Node(None, (), 0)
 
@@ -211,7 +228,19 @@ class NaiveRadixTree:
 
     # What only a tree above host memory does; see NaiveHostTree.
 
-    def begin_step(self) -> None:
+    def begin_step(self, waiting: list[_Req]) -> None:
+        pass
+
+    def ask_storage(self, request: _Req) -> None:
+        pass
+
+    def waits(self, request: _Req) -> bool:
+        return False
+
+    def has_lost(self, request: _Req) -> bool:
+        return False
+
+    def leave_queue(self, request: _Req) -> None:
         pass
 
     def start_writes(self) -> None:
@@ -261,6 +290,8 @@ class _Req:
         """How many had been queued when it was last."""
         self.seen = self.found = 0
         """The tokens that it knew when it was looked at last, and those of them that it found."""
+        self.fetched = 0, 0
+        """The tokens that came to host memory from storage for it last: from one of its tokens up to another."""
         self.begin(0)
 
     def begin(self, length: int) -> None:
@@ -298,9 +329,9 @@ class NaiveSglang:
         self.sign = 1 if load.lower_first else -1
         self.step = SglangStep()
         if load.host_ratio:
-            from oracles.naive_hicache import NaiveHostTree
+            from oracles.naive_hicache import NaiveHostTree, NaiveStoredTree
 
-            self.tree = NaiveHostTree(load)
+            self.tree = NaiveStoredTree(load) if load.prefetch_policy else NaiveHostTree(load)
 
     def ceil(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size) * self.page_size
@@ -309,7 +340,10 @@ class NaiveSglang:
 
     def run_step(self, arrived: list[_Req]) -> SglangStep:
         """Plan a step and take a result: its own, or with overlap that of the step before."""
+        self.tree.step += 1
         self.queue(arrived)
+        for each in arrived:
+            self.tree.ask_storage(each)
         step = self.step = SglangStep()
         planned = self.plan()
         if planned is not None:
@@ -326,6 +360,7 @@ class NaiveSglang:
         self.last = planned
         step.free, step.evictable, step.waiting = self.tree.num_free, self.tree.evictable, len(self.waiting)
         step.host_free = self.tree.num_host_free
+        step.stored, step.reserved = self.tree.num_stored, self.tree.num_asked
         return step
 
     def queue(self, requests: list[_Req]) -> None:
@@ -335,7 +370,7 @@ class NaiveSglang:
             self.waiting.append(each)
 
     def plan(self) -> tuple[str, list[_Req], _Req | None] | None:
-        self.tree.begin_step()
+        self.tree.begin_step(self.waiting)
         if self.chunked is not None:
             self.insert(self.chunked, self.chunked.end)
         if self.last is not None and self.last[0] == "prefill":
@@ -443,7 +478,11 @@ class NaiveSglang:
                 self.is_full = True
             if self.is_full and not (preempts and preempt(request)):
                 break
+            if tree.waits(request):
+                continue
             best = tree.match(request.known[:-1])
+            if tree.has_lost(request):
+                continue
             node = tree.on_device(best)
             length = length_of(node)
             num_below = length_of(best) - length
@@ -463,6 +502,9 @@ class NaiveSglang:
                     tree.lock(node, -1)
                     node, length, rest = best, length + num_below, rest - num_below
                     self.step.loaded[request.index] = num_below
+                    first, last = request.fetched
+                    if (num_fetched := min(length, last) - max(length - num_below, first)) > 0:
+                        self.step.fetched[request.index] = num_fetched
                 elif rest + request.promise + page >= room():
                     tree.lock(node, -1)
                     self.is_full = bool(batch or self.running)
@@ -473,6 +515,7 @@ class NaiveSglang:
                 chunked = request
             request.begin(length)
             request.node = node
+            tree.leave_queue(request)
             self.step.admitted[request.index] = length
             charge(request, num_tokens, num_new)
             if not (room() > 0 and tree.num_free + tree.evictable > taken):
@@ -582,13 +625,14 @@ class NaiveSglang:
             return priority, each.num_out, -len(each.ask.prompt)
 
         kept = sorted(self.running, key=keeping, reverse=True)
-        is_first = True
+        is_first, retracted = True, []
         while (is_first or not self.has_memory(kept)) and len(kept) > 1:
             is_first = False
             request = kept.pop()
             self.send_back(request, len(kept))
             self.step.retracted.append(request.index)
             self.queue([request])
+            retracted.append(request)
         if len(kept) == 1 and not self.has_memory(kept):
             last = kept.pop()
             self.release(last)
@@ -597,6 +641,8 @@ class NaiveSglang:
         self.running = kept
         num_asked = sum(len(each.ask.output) for each in kept)
         self.ratio = min(1.0, (sum(each.num_out for each in kept) + RETRACT_STEPS * len(kept)) / (num_asked + 1))
+        for request in retracted:
+            self.tree.ask_storage(request)
 
     def send_back(self, request: _Req, num_left: int) -> None:
         """Free what a running request has, and make room for some steps of those that are left."""

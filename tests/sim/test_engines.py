@@ -39,6 +39,11 @@ WORKLOAD = Workload(
 TURNS = msgspec.structs.replace(WORKLOAD, turns_per_session=4, num_sessions=30, prefix_tokens=500, num_prefix_groups=8)
 """Sessions that go on from answers, of several groups."""
 MODEL = {"model": "llama-3.1-8b", "device": "h100-80gb"}
+STORAGE = {
+    "hicache_ratio": 0.4,
+    "hicache_storage_backend": "file",
+    "hicache_storage_backend_extra_config": '{"prefetch_threshold": 16}',
+}
 
 # Planning ahead -------------------------------------------------------------------------------------------
 
@@ -475,7 +480,16 @@ def test_a_router_that_chooses_by_cached_pages_is_refused_without_a_prefix_cache
     ({"hicache_ratio": 2.0, "schedule_policy": "dfs-weight"}, "dfs-weight above it is not modelled"),
     ({"offload.host_pages": 100, "enable_priority_scheduling": True}, "preemption above host memory"),
     ({"offload.host_pages": 100, "offload.policy": "lazy"}, "rules of its own"),
-    ({"offload.host_pages": 100, "offload.disk_pages": 100}, "files below host memory: it is not modelled"),
+    ({"offload.host_pages": 100, "offload.disk_pages": 100}, "its storage has no limit of size"),
+    ({"hicache_storage_backend": "file"}, "needs host memory above it"),
+    ({**STORAGE, "hicache_storage_backend": "tape"}, "Use one of none, file"),
+    ({**STORAGE, "hicache_write_policy": "write_back"}, "can run out of memory"),
+    ({**STORAGE, "hicache_storage_prefetch_policy": "never"}, "best_effort, wait_complete, timeout"),
+    ({"hicache_ratio": 2.0, "hicache_storage_prefetch_policy": "best_effort"}, "no effect without"),
+    ({**STORAGE, "hicache_storage_backend_extra_config": '{"prefetch_threshold": 2.5}'}, "object of numbers"),
+    ({**STORAGE, "hicache_storage_backend_extra_config": '{"max_size": "10G"}'}, "max_size, and a limit of size"),
+    ({**STORAGE, "hicache_storage_backend_extra_config": "@storage.json"}, "must be a JSON object"),
+    ({**STORAGE, "hicache_storage_prefetch_retry_max_attempts": -1}, "max_attempts"),
 ])  # fmt: skip
 def test_what_sglangs_engine_does_not_do_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -500,6 +514,9 @@ LEAPS: list[dict[str, Any]] = [
     {"enable_priority_scheduling": True, "schedule_conservativeness": 0.3, "max_seqs": 8, "concurrency": 20},
     {"hicache_ratio": 0.5},
     {"hicache_ratio": 2.0, "hicache_write_policy": "write_back", "disable_overlap_schedule": True},
+    {**STORAGE, "hicache_storage_prefetch_policy": "wait_complete", "disable_overlap_schedule": True},
+    {**STORAGE, "hicache_storage_prefetch_policy": "best_effort"},
+    {**STORAGE, "hicache_storage_backend_extra_config": '{"prefetch_threshold": 16, "prefetch_timeout_base": 0.1}'},
 ]
 
 
@@ -540,6 +557,24 @@ def test_sglang_finds_in_host_memory_what_the_device_has_evicted(policy: str) ->
     assert moved["num_loads"] > 0
     assert moved["bytes"]["h2d"] >= sum(ratio.requests["host_tokens"]) * 131_072 > 0
     assert ratio.summary["config"]["offload"]["host_pages"] == 12_001
+
+
+def test_storage_below_host_memory_has_what_both_have_evicted() -> None:
+    """Requests that wait for all of it find more than without; a report's settings give the same replay again."""
+    slow = {"offload.disk_read": "100MB/s"}
+    asked = {**STORAGE, **slow, "hicache_storage_prefetch_policy": "wait_complete"}
+    without = replay(TURNS, above_host({"hicache_ratio": 0.4}))
+    found = replay(TURNS, above_host(asked))
+    summary = found.summary
+    assert summary["prefix_hit_ratio_by_tier"]["disk"] > 0
+    assert sum(found.requests["disk_tokens"]) > 0
+    assert summary["prefix_hit_ratio"] > without.summary["prefix_hit_ratio"]
+    moved = summary["transfers"]["bytes"]
+    assert moved["disk_read"] >= sum(found.requests["disk_tokens"]) * 131_072
+    assert 0 < moved["disk_write"] <= moved["d2h"]
+    assert summary["config"]["offload"]["disk_pages"] is None
+    again = above_host({**asked, "hicache_ratio": 0.0, "offload.host_pages": 1_201})
+    assert replay(TURNS, again).summary == summary
 
 
 def test_steps_of_sglang_wait_for_slow_copies() -> None:

@@ -78,7 +78,7 @@ class OffloadPart(CommandPart):
         by_flags = [key for key in given.in_table(TABLE) if given.source_of(key) == Flags()]
         tables = (TABLE, "prefill", "decode", *(f"pool.{name}" for name in given.names("pool")))
         sizes = [f"{table}.{name}" for table in tables for name in ("host_pages", "host_memory")]
-        if given.names(TIERS.table) or any(size in given for size in sizes):
+        if given.names(TIERS.table) or any(size in given for size in (*sizes, "hicache_ratio", "hicache_size")):
             return
         if "store.pages" in given or "store.memory" in given:
             read = (*OF_STORES, *(("kv_bytes_per_token",) if "model" not in given else ()))

@@ -43,11 +43,22 @@ KEYS = {
     "hicache-ratio": "hicache_ratio",
     "hicache-size": "hicache_size",
     "hicache-write-policy": "hicache_write_policy",
+    **{
+        name: name.replace("-", "_")
+        for name in (
+            "hicache-storage-backend",
+            "hicache-storage-backend-extra-config",
+            "hicache-storage-prefetch-policy",
+            "hicache-storage-prefetch-retry-max-attempts",
+            "hicache-storage-prefetch-retry-poll-interval",
+        )
+    },
 }
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|k|M|G|T)")
 _HICACHE: Final = "hicache"
 """A key between `--enable-hierarchical-cache` and the size of host memory, by default twice the device's."""
-_OF_HICACHE: Final = ("hicache_ratio", "hicache_size", "hicache_write_policy")
+_STORAGE: Final = "hicache_storage_backend"
+_OF_HICACHE: Final = tuple(key for key in KEYS.values() if key.startswith(_HICACHE))
 _TOKENS: Final = "tokens"
 """A key between `--max-total-tokens` and the pages that these are."""
 _PAGE_SIZES: Final = ("--page-size", "--block-size", "page_size=", "--set=page_size=")
@@ -66,7 +77,6 @@ NOT_MODELLED = {
     "enable-mixed-chunk": "steps of prompts and decodes are not modelled: leave it out",
     "enable-prefill-delayer": "delays of prompts are not modelled: leave it out",
     "enable-session-radix-cache": "sessions in this tree are not modelled: leave it out",
-    "hicache-storage-backend": "storage below host memory is not modelled: leave it out",
     "prefill-decode-interval": "turns of decodes between prompts are not modelled: leave it out",
     "prefill-max-requests": "it is not modelled: leave it out",
     "radix-cache-backend": "only SGLang's own tree is modelled: leave it out",
@@ -127,10 +137,11 @@ def _finish(found: Pairs, beside: Sequence[str], knows: Callable[[str], bool]) -
 
 
 def _ignored(given: Mapping[str, str]) -> Collection[str]:
-    """Return the settings of host memory that SGLang ignores: without it all, and a ratio beside a size."""
+    """Return the settings that SGLang ignores: without host memory all of it, a ratio beside a size, and of storage."""
     if _HICACHE not in given:
         return _OF_HICACHE
-    return ("hicache_ratio",) if given.get("hicache_size", "0").strip("0.") else ()
+    ratio = ["hicache_ratio"] if given.get("hicache_size", "0").strip("0.") else []
+    return ratio if _STORAGE in given else [*ratio, *(key for key in _OF_HICACHE if key.startswith("hicache_storage"))]
 
 
 SERVER: Final = Server(

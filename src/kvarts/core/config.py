@@ -18,6 +18,7 @@ __all__ = [
     "BatchRules",
     "EngineConfig",
     "EngineOptions",
+    "PrefetchPolicy",
     "Profile",
     "QueueOrder",
     "RadixEviction",
@@ -30,6 +31,8 @@ Profile = Literal["default", "mocker"]
 QueueOrder = Literal["fcfs", "lpm", "dfs-weight"]
 RadixEviction = Literal["lru", "lfu", "slru", "priority", "tlru"]
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
+PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
+"""How long a request waits for what is read from storage for it."""
 Snapshots = Literal["ends", "branches"]
 SessionRetention = Literal["pin", "cache", "host"]
 """Where the KV of a session is between turns."""

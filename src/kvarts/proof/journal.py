@@ -50,6 +50,7 @@ REASONS = {
     Blocked.PAGES: "pages",
     Blocked.SEQS: "sequence_cap",
     Blocked.HANDOFFS: "handoffs",
+    Blocked.STORAGE: "storage",
 }
 
 

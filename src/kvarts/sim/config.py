@@ -30,7 +30,7 @@ from kvarts.base.settings import (
 )
 from kvarts.base.user_code import code_named, is_code_name, maker_of
 from kvarts.core.config import BatchRules, Slo, StateMode
-from kvarts.core.tiers.config import TIERS, OffloadConfig
+from kvarts.core.tiers.config import TIERS, OffloadConfig, TierConfig
 from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, keeps_less, plans_batches, resolve_hardware
 from kvarts.sim.routers.config import Routing
 from kvarts.sim.routers.policies import POLICIES
@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from kvarts.core.kv.groups import GroupMemory, PartGroup
     from kvarts.core.sched.policy import AdmissionPolicy
     from kvarts.core.sched.running import Running
-    from kvarts.core.tiers.hicache import HostMemory
+    from kvarts.core.tiers.channel import TierSpec
+    from kvarts.core.tiers.hicache import HostMemory, HostStorage
     from kvarts.cost.roofline_settings import HeldOut
     from kvarts.sim.traffic.source import Source
     from kvarts.sim.traffic.trace import Trace
@@ -612,7 +613,18 @@ class ReplayConfig(
 
     @property
     def below(self) -> OffloadConfig | None:
-        """The tiers below the device: `offload`, with the size of host memory that SGLang's settings say."""
+        """The tiers below the device: `offload`, with the host memory and the storage that SGLang's settings say."""
+        offload = self._sized
+        if not self.has_storage or offload is None or not offload.listed:
+            return offload
+        if offload.tiers:
+            files = TierConfig(kind="files", pages=MOST_PAGES)
+            return msgspec.structs.replace(offload, tiers=(*offload.tiers, files))
+        return msgspec.structs.replace(offload, disk_pages=MOST_PAGES)
+
+    @property
+    def _sized(self) -> OffloadConfig | None:
+        """The same without storage, whose size nothing limits."""
         if not self.given_host_sizes:
             return self.offload
         offload = OffloadConfig() if self.offload is None else self.offload
@@ -635,6 +647,21 @@ class ReplayConfig(
             page_bytes=self.below.kv_bytes_per_token * self.page_size,
             num_layers=self.below.num_layers,
             policy=self.hicache_write_policy,
+            storage=self._storage(specs[1]) if self.has_storage else None,
+        )
+
+    def _storage(self, spec: TierSpec) -> HostStorage:
+        from kvarts.core.tiers.hicache import HostStorage
+
+        numbers = self.storage_numbers()
+        return HostStorage(
+            spec=spec,
+            policy=self.hicache_storage_prefetch_policy,
+            least_tokens=max(numbers.prefetch_threshold, self.page_size),
+            timeout_s=numbers.prefetch_timeout_base,
+            timeout_s_per_page=self.page_size / 1024 * numbers.prefetch_timeout_per_ki_token,
+            retry_passes=self.hicache_storage_prefetch_retry_poll_interval,
+            most_retries=self.hicache_storage_prefetch_retry_max_attempts,
         )
 
     @property
@@ -700,7 +727,9 @@ class ReplayConfig(
             raise SettingError("is given beside {hicache_size}", "hicache_ratio", hint="Keep one of them.")
         if sizes and self.offload is not None and self.offload.listed:
             raise SettingError("is given beside another size of host memory", sizes[0], hint="Keep one of them.")
-        if self.below is None or not self.below.listed:
+        has_host = self.below is not None and bool(self.below.listed)
+        self.check_storage(has_host=has_host)
+        if not has_host:
             if self.hicache_write_policy != "write_through":
                 raise SettingError(
                     "has no effect without host memory", "hicache_write_policy", hint="Give {hicache_ratio} as well."
@@ -710,11 +739,15 @@ class ReplayConfig(
         if self.offload is None:
             return
         for field in msgspec.structs.fields(OffloadConfig):
+            if self.has_storage and field.name in OF_FILES:
+                continue
             if field.name not in OF_HOST and getattr(self.offload, field.name) != field.default:
                 raise SettingError(
                     "has no effect with {engine} sglang, whose host memory has rules of its own",
                     f"offload.{field.name}",
-                    hint="Leave it out; see {hicache_write_policy}.",
+                    hint="Give {hicache_storage_backend} file, or leave it out."
+                    if field.name in OF_FILES
+                    else "Leave it out; see {hicache_write_policy}.",
                 )
 
     @property
@@ -792,7 +825,7 @@ class ReplayConfig(
         cost = values["cost"]
         values["cost"] = _stated(cost) if isinstance(cost, msgspec.Struct) else repr(self._cost)
         values["slo"] = msgspec.to_builtins(values["slo"])
-        values["offload"] = None if self.below is None else self.below.to_builtins()
+        values["offload"] = None if self._sized is None else self._sized.to_builtins()
         if self.cost_factor == 1.0:
             del values["cost_factor"]
         for field in (
@@ -925,6 +958,8 @@ OF_HOST = (
     "full_prompt_hits",
 )
 """Settings of tiers that host memory below SGLang's tree has."""
+OF_FILES = ("disk_read", "disk_write", "disk_latency_us")
+"""Those that storage below it has."""
 
 OF_START = ("pages", "page_size", "kv_groups", "mamba_cache_mode", "prefix_cache_retention_interval")
 """Settings that a start of vLLM decides otherwise: a replay that gives one without an engine is not of a start."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 
 from kvarts.base.decoders import UNDECODED
 from kvarts.base.limits import brief, check_number, check_whole
 from kvarts.base.settings import SettingError, setting
-from kvarts.core.config import BatchRules, EngineConfig, QueueOrder, RadixEviction, WritePolicy
+from kvarts.core.config import BatchRules, EngineConfig, PrefetchPolicy, QueueOrder, RadixEviction, WritePolicy
 
 __all__ = ["SGLANG_NAMES", "SglangSettings"]
 
@@ -22,6 +22,33 @@ NUMBERS_OF_EVICTION: Final[dict[RadixEviction, tuple[str, ...]]] = {
     "tlru": ("threshold", "next_prompt_estimate"),
 }
 """The numbers that orders of eviction take."""
+StorageBackend = Literal[
+    "none",
+    "file",
+    "sim",
+    "mooncake",
+    "npu_memcache",
+    "hf3fs",
+    "nixl",
+    "aibrix",
+    "dynamic",
+    "eic",
+    "simm",
+    "mori",
+    "shm",
+    "tensorcast",
+    "seaweedfs",
+]
+
+
+class StorageNumbers(msgspec.Struct, frozen=True):
+    """What decides something in `hicache_storage_backend_extra_config`, which has settings of backends as well."""
+
+    prefetch_threshold: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 256
+    prefetch_timeout_base: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 1.0
+    prefetch_timeout_per_ki_token: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.25
+    max_size: Any = None
+    min_free_space: Any = None
 
 
 class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,6 +115,35 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
             "(write_through_selective), or what the device evicts (write_back)."
         ),
     ] = "write_through"
+    hicache_storage_backend: Annotated[
+        StorageBackend,
+        setting(
+            "With the engine sglang: storage below host memory, by SGLang's name. All have the same rules, no limit of "
+            "size, and the speeds of files."
+        ),
+    ] = "none"
+    hicache_storage_prefetch_policy: Annotated[
+        PrefetchPolicy,
+        setting(
+            "With storage: a request takes what has been read for it when it is looked at (best_effort), waits for all "
+            "of it, or does so for a time."
+        ),
+    ] = "timeout"
+    hicache_storage_backend_extra_config: Annotated[
+        str,
+        setting(
+            "With storage: numbers of its prefetches, as a JSON object. prefetch_threshold, in tokens; "
+            "prefetch_timeout_base, in seconds; and prefetch_timeout_per_ki_token. Other keys have no effect.",
+            metavar="JSON",
+        ),
+    ] = ""
+    hicache_storage_prefetch_retry_poll_interval: Annotated[
+        int,
+        setting("With storage: plans after which a request asks it again; 0: never.", metavar="N"),
+    ] = 8
+    hicache_storage_prefetch_retry_max_attempts: Annotated[
+        int, setting("With storage: how often a request asks it again.", metavar="N")
+    ] = 8
     enable_priority_scheduling: Annotated[
         bool,
         setting(
@@ -147,6 +203,13 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
             check_number(self.schedule_conservativeness, "schedule_conservativeness", most=MOST_CONSERVATIVENESS)
         check_number(self.hicache_ratio, "hicache_ratio", most=MOST_RATIO)
         check_number(self.hicache_size, "hicache_size", most=MOST_GB)
+        check_whole(
+            self.hicache_storage_prefetch_retry_poll_interval, "hicache_storage_prefetch_retry_poll_interval", least=0
+        )
+        check_whole(
+            self.hicache_storage_prefetch_retry_max_attempts, "hicache_storage_prefetch_retry_max_attempts", least=0
+        )
+        self.storage_numbers()
         for name, values in _CHOICES.items():
             if (value := getattr(self, name)) not in values:
                 raise SettingError(f"must be one of {', '.join(values)}, got {value!r}", name)
@@ -178,6 +241,28 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
         """The settings that give host memory below the tree."""
         return [name for name in ("hicache_ratio", "hicache_size") if getattr(self, name)]
 
+    def check_storage(self, *, has_host: bool) -> None:
+        """Raise SettingError for storage without host memory above it, and for its settings without it."""
+        if self.has_storage:
+            if not has_host:
+                raise SettingError(
+                    "needs host memory above it", "hicache_storage_backend", hint="Give {hicache_ratio} as well."
+                )
+            if self.hicache_write_policy == "write_back":
+                raise SettingError(
+                    "does not go with write_back: SGLang's own scheduler can run out of memory there",
+                    "hicache_storage_backend",
+                    hint="Give {hicache_write_policy} write_through or write_through_selective.",
+                )
+            return
+        for name in _OF_STORAGE:
+            if name in self.given_of_sglang():
+                raise SettingError(
+                    "has no effect without {hicache_storage_backend}",
+                    name,
+                    hint="Give {hicache_storage_backend} file, or leave it out.",
+                )
+
     def check_host(self) -> None:
         """Raise SettingError for a setting that does not go with host memory below the tree."""
         others = {
@@ -193,6 +278,28 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
                 "schedule_policy",
                 hint="Give {schedule_policy} fcfs or lpm.",
             )
+
+    @property
+    def has_storage(self) -> bool:
+        """Whether there is storage below host memory."""
+        return self.hicache_storage_backend != "none"
+
+    def storage_numbers(self) -> StorageNumbers:
+        """Return the numbers of prefetches. Raise SettingError for others."""
+        name = "hicache_storage_backend_extra_config"
+        text = self.hicache_storage_backend_extra_config
+        try:
+            numbers = msgspec.json.decode(text or "{}", type=StorageNumbers)
+        except UNDECODED:
+            raise SettingError(
+                f"must be a JSON object of numbers, got {brief(text)}",
+                name,
+                hint='Such as \'{"prefetch_threshold": 256, "prefetch_timeout_base": 1}\'.',
+            ) from None
+        for limit in ("max_size", "min_free_space"):
+            if getattr(numbers, limit):
+                raise SettingError(f"has {limit}, and a limit of size is not modelled", name, hint="Leave it out.")
+        return numbers
 
     def _eviction_config(self) -> dict[str, int]:
         name = "radix_eviction_policy_config"
@@ -217,6 +324,12 @@ _FIELDS: Final = tuple(
 )
 SGLANG_NAMES: Final = frozenset(field.name for field in _FIELDS)
 """The names of these settings."""
+_OF_STORAGE: Final = (
+    "hicache_storage_prefetch_policy",
+    "hicache_storage_backend_extra_config",
+    "hicache_storage_prefetch_retry_poll_interval",
+    "hicache_storage_prefetch_retry_max_attempts",
+)
 _OF_PRIORITIES: Final = (
     "schedule_low_priority_values_first",
     "disable_priority_preemption",
@@ -228,4 +341,6 @@ _CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "radix_eviction_policy": get_args(RadixEviction),
     "retraction_policy": ("length", "priority"),
     "hicache_write_policy": get_args(WritePolicy),
+    "hicache_storage_backend": get_args(StorageBackend),
+    "hicache_storage_prefetch_policy": get_args(PrefetchPolicy),
 }

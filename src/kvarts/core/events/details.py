@@ -230,6 +230,8 @@ class Blocked(IntEnum):
     SEQS = 3
     HANDOFFS = 4
     """Requests computed by other engines have precedence."""
+    STORAGE = 5
+    """All that could be admitted wait for storage below host memory."""
 
 
 class Arrived(msgspec.Struct, frozen=True, gc=False):

@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 from typing import Final
 
 from kvarts.core.config import WritePolicy
-from kvarts.core.content import NOTHING
+from kvarts.core.content import NOTHING, Content
 from kvarts.core.event_log import Emit
 from kvarts.core.events import PagesRemoved, PagesStored
 from kvarts.core.kv.cache import BlockTable, Match
@@ -53,9 +53,12 @@ class HostCopy:
 
 
 class Residence:
-    """Where a run is: the `notes` of a node. `num_here`: the runs after it that are on the device."""
+    """Where a run is: the `notes` of a node. `num_here`: the runs after it that are on the device.
 
-    __slots__ = ("copy", "is_below", "is_here", "num_here", "num_inserted")
+    `num_held`: how many transfers between host memory and storage keep its copy in use.
+    """
+
+    __slots__ = ("copy", "is_below", "is_here", "num_held", "num_here", "num_inserted")
 
     def __init__(self) -> None:
         self.num_inserted = 0
@@ -64,7 +67,7 @@ class Residence:
         """Whether it is on the device."""
         self.is_below = False
         """Whether it is in host memory."""
-        self.num_here = 0
+        self.num_here = self.num_held = 0
         self.copy: HostCopy | None = None
         """What reads or writes its pages in host memory."""
 
@@ -136,6 +139,7 @@ class TieredOrder(RadixOrder):
         residence = head.notes = Residence()
         residence.num_inserted, residence.is_here = before.num_inserted, before.is_here
         residence.is_below, residence.copy = before.is_below, before.copy
+        residence.num_held = before.num_held
         residence.num_here = int(before.is_here)
         if before.copy is not None:
             parts = before.copy.parts
@@ -157,6 +161,8 @@ class HostRadixTree(RadixTree):
         self.total_below = self.num_free_below = num_below
         self.num_evicted_below = self.num_refused = 0
         """Pages that host memory evicted; and those that were to be copied and found no room."""
+        self.num_fetching = 0
+        """Pages of host memory that are read into, and that the tree does not have."""
         self.queued: list[HostCopy] = []
         """Copies to host memory that have not begun."""
         self.num_written = 0
@@ -301,6 +307,82 @@ class HostRadixTree(RadixTree):
                     del self._doubles[node]
                     self._emit_removed_below(node)
 
+    # Storage below it -------------------------------------------------------------------------------------
+
+    def hold(self, node: Node) -> None:
+        """Keep the copy of a run in host memory."""
+        node.notes.num_held += 1
+        self.tiers.below.discard(node)
+
+    def let_go(self, node: Node, start: int) -> None:
+        """Undo `hold`, of a run that began with page `start` then."""
+        while True:
+            node.notes.num_held -= 1
+            self._note_leaf(node)
+            if node.start <= start:
+                return
+            assert node.parent is not None
+            node = node.parent
+
+    def take_to_fetch(self, num_pages: int, least: int) -> int:
+        """Take room for up to `num_pages` pages; return for how many, 0 if there is room for fewer than `least`.
+
+        If they do not fit, as many pages are evicted as are asked for, whatever is free.
+        """
+        if num_pages > self.num_free_below:
+            self._evict_below(num_pages)
+            num_pages = min(num_pages, self.num_free_below)
+            if num_pages < least:
+                return 0
+        self.num_free_below -= num_pages
+        self.num_fetching += num_pages
+        return num_pages
+
+    def give_back(self, num_pages: int) -> None:
+        """Free pages that were taken to be read into."""
+        self.num_fetching -= num_pages
+        self.num_free_below += num_pages
+
+    def fetched(self, above: Node | None, content: Content, start: int, end: int) -> int:
+        """Make pages [start, end) of `content`, which were read, findable after `above`; None: from the first one.
+
+        Return how many of them host memory had already: these are free.
+        """
+        tiers, num_twice, num_pages = self.tiers, 0, end - start
+        last = above
+        if above is not None:
+            tiers.touch(above)
+        elif num_pages:
+            last = self._root(content.salt)
+        while start < end:
+            assert last is not None
+            key = content.key(start)
+            if last.children is None:
+                last.children = {}
+            node = last.children.get(key)
+            if node is None:
+                node = last.children[key] = Node(content, key, start, end, 0, last)
+                residence = node.notes = Residence()
+                residence.is_here, residence.is_below = False, True
+                tiers.touch(node)
+                tiers.below.discard(last)
+                self._note_leaf(node)
+                self._emit_stored(node, self.medium)
+            else:
+                tiers.touch(node)
+                common = content.common_pages(node.content, start, min(end, node.end))
+                if common < node.end:
+                    node = self.part(node, common)
+                if node.notes.is_below:
+                    num_twice += node.end - start
+                else:
+                    node.notes.is_below = True
+                    self._emit_stored(node, self.medium)
+            start, last = node.end, node
+        self.give_back(num_twice)
+        self.num_fetching -= num_pages - num_twice
+        return num_twice
+
     def _drop(self, node: Node) -> None:
         """Remove a run of host memory alone, and all that follow it, from the tree."""
         for child in list((node.children or {}).values()):
@@ -315,7 +397,7 @@ class HostRadixTree(RadixTree):
 
     def _note_leaf(self, node: Node) -> None:
         """List `node` for eviction from host memory, if it may be evicted."""
-        if not (node.notes.is_here or node.refs or node.children):
+        if not (node.notes.is_here or node.refs or node.children or node.notes.num_held):
             self.tiers.below.add(node)
 
     def _emit_removed_below(self, node: Node) -> None:
@@ -379,8 +461,9 @@ class HostRadixTree(RadixTree):
             num_pages += (node.end - node.start) * residence.is_below
             num_here = sum(follower.notes.is_here for follower in followers)
             assert residence.num_here == num_here, f"L3: {residence.num_here} runs after {node}, not {num_here}"
-            is_leaf = not (residence.is_here or node.refs or followers)
+            is_leaf = not (residence.is_here or node.refs or followers or residence.num_held)
             assert is_leaf == (node in self.tiers.below), f"L2: {node} is to be evicted from host memory, or not"
+        num_pages += self.num_fetching
         assert num_pages + self.num_free_below == self.total_below, f"L1: {num_pages} pages in host memory"
 
 

@@ -77,6 +77,20 @@ class RadixOrder:
         if is_leaf:
             self._add_leaf(node)
 
+    def touch_held(self, path: Path) -> None:
+        """Make the runs that `path` holds, which are not listed, the most recent of all, the last one most."""
+        clock, floor = self._clock, 0
+        for node in path:
+            if node.start > floor:  # others have split it
+                for head in reversed(list(walk([node], floor))):
+                    clock += 1
+                    head.place = clock
+            else:
+                clock += 1
+                node.place = clock
+            floor = node.end
+        self._clock = clock
+
     def _add_leaf(self, node: Node) -> None:
         leaves, heap = self._leaves, self._heap
         leaves[node.place] = node
@@ -317,9 +331,9 @@ class RadixTree(PrefixTree):
         twice. All runs up to `end` are recent.
         """
         touches, has_notes = self.touches, self.touches.has_notes
-        for node in reversed(list(walk(path))):
-            touches.touch(node)
-            if has_notes:
+        touches.touch_held(path)
+        if has_notes:
+            for node in reversed(list(walk(path))):
                 self._inserted(node, node.end > num_inserted, priority)
         start = path[-1].end if path else 0
         last = path[-1] if path else self._root(content.salt)
@@ -445,7 +459,8 @@ class RadixCache(PageCache):
         """Take `count` pages, at most `num_free`. Raise PageError for more than are free."""
         if not 0 <= count <= self.num_free:
             raise PageError(f"{count} pages asked for, {self.num_free} free")
-        self.make_room(count)
+        if count > self.num_free - self.radix.num_cached:
+            self.make_room(count)
         self.num_free -= count
         self.pool.take(count)
         return None

@@ -187,6 +187,10 @@ class Batches:
         """Return whether no request was here before this step."""
         return not (self._running or self._completed) and step.now_ns > self._end_ns
 
+    def _has_candidate(self) -> bool:
+        """Return whether a request waits that can be looked at in this step."""
+        return self._scheduler.waiting.num_waiting > 0
+
     def _may_admit(self) -> bool:
         """Return whether the head of the queue is looked at, if no prompt goes on."""
         scheduler = self._scheduler
@@ -287,7 +291,7 @@ class Batches:
     def close(self, step: Step) -> None:
         """Take the memory of the prompts of this step, or of its decodes."""
         scheduler, page_size = self._scheduler, self._page_size
-        if self._is_trying and scheduler.waiting.num_waiting and scheduler.blocked is FOR_SEQS and step.budget > 0:
+        if self._is_trying and self._has_candidate() and scheduler.blocked is FOR_SEQS and step.budget > 0:
             self._is_shut = True
         step.is_idle = False
         step.num_joined, step.num_leaving = 0, len(self._ended)
@@ -422,9 +426,14 @@ class Batches:
         if self._step.rests:
             self._scheduler.wheel.num_rests += 1
             return
-        for request in self._resuming:
-            request.stalls_ns += (end_ns - self._answered.pop(request, self._decoded_ns),)
-        self._resuming = []
+        if self._resuming:
+            answered, stall_ns = self._answered, (end_ns - self._decoded_ns,)
+            for request in self._resuming:
+                if answered and request in answered:
+                    request.stalls_ns += (end_ns - answered.pop(request),)
+                else:
+                    request.stalls_ns += stall_ns
+            self._resuming = []
         self._decoded_ns = end_ns
 
     def keep(self, request: Request, end_ns: int) -> bool:

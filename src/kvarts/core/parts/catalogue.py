@@ -243,9 +243,10 @@ def _open_batches(opening: Opening) -> Acts | None:
     if opening.batches is None:
         return None
     if opening.host is not None:
-        from kvarts.core.parts.hicache import BatchesOverHost
+        from kvarts.core.parts.hicache import BatchesOverHost, BatchesOverStorage
 
-        return BatchesOverHost(opening.scheduler, opening.batches, opening.host).acts()
+        kind = BatchesOverHost if opening.host.storage is None else BatchesOverStorage
+        return kind(opening.scheduler, opening.batches, opening.host).acts()
     if opening.batches.preempts:
         from kvarts.core.parts.priorities import BatchesByPriority
 

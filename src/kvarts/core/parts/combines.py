@@ -152,7 +152,12 @@ REFUSED = (
     Refusal(("batches", "mocker"), "Dynamo's mocker decides as vLLM", "Leave one of them out."),
     *(
         Refusal(("batches", other), "it is not modelled", "Leave it out, and give the engine's settings one by one.")
-        for other in ("files", "sessions", "orders", "bound", "uncached", "ranks", "fleet", "several")
+        for other in ("sessions", "orders", "bound", "uncached", "ranks", "fleet", "several")
+    ),
+    Refusal(
+        ("batches", "files"),
+        "its storage has no limit of size",
+        "Give {hicache_storage_backend} file with {hicache_ratio} in place of the size.",
     ),
     Refusal(
         ("start", "several"),

@@ -162,12 +162,16 @@ class ArrivalPolicy:
 
 
 class QueuePolicy:
-    """First come, first served; a request that is preempted comes again. As SGLang's queue, which may be arranged."""
+    """First come, first served; a request that is preempted comes again. As SGLang's queue, which may be arranged.
 
-    __slots__ = ("_queue",)
+    `num_skipped`: the first so many requests are not looked at in the step being planned.
+    """
+
+    __slots__ = ("_queue", "num_skipped")
 
     def __init__(self) -> None:
         self._queue: deque[Request] = deque()
+        self.num_skipped = 0
 
     def push(self, request: Request) -> None:
         """Add `request` at the end."""
@@ -181,8 +185,8 @@ class QueuePolicy:
             self._queue.remove(request)
 
     def head(self, now_ns: int) -> Request:
-        """Return the first request."""
-        return self._queue[0]
+        """Return the first request that is not skipped. There is one."""
+        return self._queue[self.num_skipped]
 
     def holds_until_ns(self, now_ns: int) -> int:
         """Return NEVER_NS: the order does not change with time."""

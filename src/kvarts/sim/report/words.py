@@ -256,7 +256,8 @@ def _memory(config: Mapping[str, Any]) -> str:
             text += f", {name} {as_memory(of_tier if isinstance(of_tier, int) else parse_bytes(of_tier))}"
         elif num_pages:
             text += f", {name} {num_pages:,} pages"
-    return text
+    storage = config.get("hicache_storage_backend")
+    return f"{text}, and storage without a limit ({storage})" if storage else text
 
 
 def page_bytes_of(config: Mapping[str, Any]) -> int | None:
