@@ -5,7 +5,7 @@
 PYTHON: an interpreter with AIConfigurator (`pip install aiconfigurator` in an environment of its own; Apache-2.0). Rows
 of the sample of InferenceX that its package has (systems/silicon_sample.csv, aggregated servers without speculation)
 are drawn at random, at most one per sweep. Rows of `--known`, tables of points as in accuracy_league.py, are left out:
-those that constants were fitted to. AIConfigurator answers by `cli_estimate` with its measured kernels, and with the
+those that constants were fitted to, as are models whose configuration AIConfigurator would download. It answers by `cli_estimate` with its measured kernels, and with the
 database mode HYBRID, which fills what no kernel measured; kvarts replays the row with the constants that ship. Printed
 are both versions, the date, and the errors of both on the rows that both answer: median, mean, 90th percentile and
 bias. `--out` writes the rows as a table for accuracy_league.py, with the columns aic_ttft and aic_tpot.
@@ -45,8 +45,7 @@ MODELS = {
     "MiniMaxAI/MiniMax-M2.5": "minimax-m2.5", "deepseek-ai/DeepSeek-R1": "deepseek-v3",
     "deepseek-ai/DeepSeek-V3": "deepseek-v3", "openai/gpt-oss-120b": "gpt-oss-120b", "Qwen/Qwen3-32B": "qwen3-32b",
     "Qwen/Qwen3.5-397B-A17B": "qwen3.5-397b-a17b", "Qwen/Qwen3-235B-A22B-FP8": "qwen3-235b-a22b",
-    "moonshotai/Kimi-K2.5": "kimi-k2.5", "zhipuai/GLM-5": "glm-5", "meta-llama/Llama-3.1-70B": "llama-3.1-70b",
-    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
+    "moonshotai/Kimi-K2.5": "kimi-k2.5", "zhipuai/GLM-5": "glm-5",
 }  # fmt: skip
 DEVICES = {
     "h100_sxm": "h100-80gb", "h200_sxm": "h200-141gb", "b200_sxm": "b200-180gb", "b300_sxm": "b300", "gb200": "gb200",
@@ -78,6 +77,7 @@ def main() -> None:
                 unanswered[ttft] += 1
             else:
                 points.append({**point(row), "aic_ttft": ttft, "aic_tpot": tpot})
+            print(f"{len(points)} of {len(rows)} rows", end="\r", file=sys.stderr, flush=True)
         answers.stdin.close()
     with arguments.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(points[0]))

@@ -216,8 +216,8 @@ def naive_pass_ms(cost: RooflineCost, *batches: Batch) -> float:
                     kinds = [(sparse.top_tokens, *kinds[0][1:])]
                 if attending.fixed_bytes:  # an indexer looks at all tokens
                     # MiniMax M3: keys in 16 bits, and queries divided over devices.
-                    heads = sparse.num_heads / (1 if latent is not None else ways)
-                    score_s = 2 * heads * sparse.key_dim / flops("fp8")
+                    num_heads = float(sparse.num_heads / (1 if latent is not None else ways))
+                    score_s = 2 * num_heads * sparse.key_dim / flops("fp8")
                     key_bytes = 2 * sparse.key_dim if latent is None else sparse.key_dim + 4
                     kinds.append((None, score_s, score_s, key_bytes / bandwidth / cost.attention_efficiency))
             for span, pair_s, decode_pair_s, token_s in kinds:

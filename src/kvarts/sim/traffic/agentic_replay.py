@@ -32,7 +32,8 @@ import numpy.typing as npt
 from kvarts.base.errors import ConfigError, InputError
 from kvarts.base.limits import LATEST_NS, MOST_COUNT, MOST_SEED, TooLateError, check_number, check_whole
 from kvarts.sim.traffic.graph import components
-from kvarts.sim.traffic.trace import Trace, TraceRequest, Units, spell
+from kvarts.sim.traffic.trace import Trace, TraceRequest, spell
+from kvarts.sim.traffic.trace_request import Units
 
 __all__ = ["AgenticReplay"]
 
