@@ -4,11 +4,12 @@
 
 PYTHON: an interpreter with AIConfigurator (`pip install aiconfigurator` in an environment of its own; Apache-2.0). Rows
 of the sample of InferenceX that its package has (systems/silicon_sample.csv, aggregated servers without speculation)
-are drawn at random, at most one per sweep. Rows of `--known`, tables of points as in accuracy_league.py, are left out:
-those that constants were fitted to, as are models whose configuration AIConfigurator would download. It answers by `cli_estimate` with its measured kernels, and with the
-database mode HYBRID, which fills what no kernel measured; kvarts replays the row with the constants that ship. Printed
-are both versions, the date, and the errors of both on the rows that both answer: median, mean, 90th percentile and
-bias. `--out` writes the rows as a table for accuracy_league.py, with the columns aic_ttft and aic_tpot.
+are drawn at random, at most one per sweep. Left out are rows of `--known`, tables of points as in accuracy_league.py to
+which constants were fitted, and models whose configuration AIConfigurator would download. It answers by `cli_estimate`
+with its measured kernels, and with the database mode HYBRID, which fills what no kernel measured; kvarts replays the
+row with the constants that ship. Printed are both versions, the date, and the errors of both on the rows that both
+answer: median, mean, 90th percentile and bias. `--out` writes the rows as a table for accuracy_league.py, with the
+columns aic_ttft and aic_tpot.
 """
 
 from __future__ import annotations
