@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # AIPerf's agentic replay draws neither the sessions nor the turns at which it enters them.
 #
-# Guess, worded afterwards: --random-seed chooses which sessions of a large corpus are replayed, and a start between 25 and 75 % enters a
-#   session of 20 turns at the 5th to the 15th.
+# Guess, worded afterwards: --random-seed chooses which sessions of a large corpus are replayed, and a start between 25
+#   and 75 % enters a session of 20 turns at the 5th to the 15th.
 # Seen: every seed replays the first sessions of the file, as many as there are lanes, so two numbers of lanes compare
 #   two samples of sessions. The start is drawn over the time between the first request and the last: in sessions with
 #   one long pause it is within that pause, and every lane goes on with the turn after it.

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from hashlib import sha256
 from heapq import heappop, heappush
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -95,7 +95,7 @@ class AgenticReplay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return float(np.random.default_rng(int.from_bytes(digest[:8], "big")).uniform(low, high))
 
 
-class _Wait(msgspec.Struct, frozen=True, gc=False):
+class _Wait(NamedTuple):
     """An edge from a request to a later one of its play, by their places. `delay_ns` is None: at its own time."""
 
     place: int
