@@ -169,6 +169,17 @@ def test_a_file_sets_what_the_command_line_leaves_open(kvarts: Run, trace: Path,
     assert report["num_completed"] == 5
 
 
+def test_a_file_can_describe_an_agentic_load(kvarts: Run, tmp_path: Path) -> None:
+    config = tmp_path / "agentx.toml"
+    config.write_text("[agentic_replay]\nconcurrency = 3\nbenchmark_duration = 900\nwarmup_requests_per_lane = 2\n")
+    ran = kvarts("replay", "sample:agents", "--config", config, "--pages", 100_000, "--page-size", 64, "--json")
+    assert ran.code == 0, ran.err
+    assert 0 < json.loads(ran.out)["num_completed"] < 400
+    refused = kvarts("plan", "sample:agents", "--config", config, "--model", "llama-3.1-8b", "--device", "h100-80gb")
+    assert refused.code == 2
+    assert "agentic_replay: is a load that is replayed, not planned for" in refused.err
+
+
 def test_a_file_can_describe_a_workload(kvarts: Run, tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_text(

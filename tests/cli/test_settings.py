@@ -39,6 +39,7 @@ EVERY = [pytest.param(section, setting, id=setting.key) for setting, section in 
 FILE_ONLY = {
     "trace",  # the argument TRACE, or --trace NAME=FILE
     "workload",
+    "agentic_replay",
     "offload.full_prompt_hits",
     "offload.workers",
     "offload.num_layers",
@@ -48,6 +49,8 @@ FILE_ONLY = {
     "sessions.chunk_tokens",
 }
 """Settings that only a file, or Python, can give."""
+
+TABLES_OF_TRAFFIC = ("workload", "agentic_replay")
 
 VALUES: dict[str, tuple[str, Any]] = {
     "price.gpu_hour": ("prefill=2.5,decode=4", "prefill=2.5,decode=4"),
@@ -110,8 +113,8 @@ def read(tmp_path: Path, setting: Setting, value: Any) -> Given:
     """What a file gives that sets one key."""
     table, _, name = setting.key.rpartition(".")
     path = tmp_path / "c.toml"
-    if setting.key == "workload":
-        path.write_text("[workload]\nnum_sessions = 5\n")
+    if setting.key in TABLES_OF_TRAFFIC:
+        path.write_text(f"[{setting.key}]\nnum = 5\n")
     else:
         path.write_text((f"[{table}]\n" if table else "") + f"{name} = {msgspec.json.encode(value).decode()}\n")
     return read_settings(path, SECTIONS)
@@ -146,8 +149,8 @@ def test_a_flag_wins_over_a_file_and_a_file_over_the_default(
 ) -> None:
     text, _ = written(setting, 3)
     _, of_file = written(setting, 5)
-    if setting.key == "workload":
-        of_file = {"num_sessions": 5}
+    if setting.key in TABLES_OF_TRAFFIC:
+        of_file = {"num": 5}
     from_file = read(tmp_path, setting, of_file)
     assert from_file[setting.key] == of_file != setting.default
     assert from_file.source_of(setting.key).path == tmp_path / "c.toml"
@@ -260,6 +263,12 @@ def test_what_is_laid_over_a_file_drops_what_it_stands_for(
         ("trace = 3", "", "c.toml: trace: Expected `str | null`, got `int`"),
         ("workload = {num_sessions=1, output_tokens={kind='fixed', tokens=0}, new_tokens={kind='fixed', tokens=1}}",
          "", "c.toml: workload.tokens: must be at least 1, got 0"),
+        ("agentic_replay = {concurrency=2, benchmark_duration=600}", "",
+         "c.toml: agentic_replay.benchmark_duration: must be at least 900, got 600"),
+        ("agentic_replay = {concurrency=2, lanes=3}", "",
+         "c.toml: agentic_replay: Object contains unknown field `lanes`"),
+        ("agentic_replay = {concurrency=2}", "--concurrency 4",
+         "--concurrency: cannot be combined with agentic_replay. Give agentic_replay.concurrency"),
     ],
 )  # fmt: skip
 def test_an_error_says_where_the_value_came_from(

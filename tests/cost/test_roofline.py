@@ -23,7 +23,14 @@ from builders.case import Case, cases
 from builders.laws import assert_fast_as_slow
 
 MODELS = ["llama-3.1-8b", "qwen3-30b-a3b", "gemma-3-27b", "deepseek-v3", "gpt-oss-120b", "mistral-7b"]
-MODELS += ["gemma-4-26b-a4b", "gemma-3n-e4b", "qwen3-next-80b-a3b", "llama-4-maverick", "deepseek-v3.2"]
+MODELS += [
+    "gemma-4-26b-a4b",
+    "gemma-3n-e4b",
+    "qwen3-next-80b-a3b",
+    "llama-4-maverick",
+    "deepseek-v3.2",
+    "MiniMaxAI/MiniMax-M3",
+]
 
 rooflines = st.builds(
     RooflineCost,
@@ -205,11 +212,13 @@ def naive_pass_ms(cost: RooflineCost, *batches: Batch) -> float:
             kinds = [(window, operations / prompt_flops, decode_operations / flops(geometry.dtype), kv_s)]
             sparse = geometry.sparse
             if sparse is not None:
-                kinds = [(sparse.top_tokens, *kinds[0][1:])]
-                assert latent is not None
+                if latent is not None or attending.fixed_bytes:
+                    kinds = [(sparse.top_tokens, *kinds[0][1:])]
                 if attending.fixed_bytes:  # an indexer looks at all tokens
-                    score_s = 2 * sparse.num_heads * sparse.key_dim / flops("fp8")
-                    key_bytes = sparse.key_dim + 4
+                    # MiniMax M3: keys in 16 bits, and queries divided over devices.
+                    num_heads = float(sparse.num_heads / (1 if latent is not None else ways))
+                    score_s = 2 * num_heads * sparse.key_dim / flops("fp8")
+                    key_bytes = 2 * sparse.key_dim if latent is None else sparse.key_dim + 4
                     kinds.append((None, score_s, score_s, key_bytes / bandwidth / cost.attention_efficiency))
             for span, pair_s, decode_pair_s, token_s in kinds:
                 for chunk in batch.chunks:
@@ -228,7 +237,7 @@ def naive_pass_ms(cost: RooflineCost, *batches: Batch) -> float:
     exchanged = layers = launched = constants = 0.0
     for layer in range(geometry.num_layers):
         layers += cost.layer_us
-        if geometry.sparse is not None:
+        if geometry.sparse is not None and geometry.layers[layer].fixed_bytes:
             layers += cost.sparse_layer_us
         launched += cost.eager_layer_us
         if experts is not None and layer >= geometry.num_layers - experts.num_layers:

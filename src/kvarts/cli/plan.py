@@ -302,6 +302,9 @@ class _Asked:
 
     def options(self, config: ReplayConfig | None) -> PlanOptions:
         """Load the traffic, and return the inputs of the plan."""
+        if "agentic_replay" in self.given:
+            hint = "Leave it out, and replay the answer with it."
+            raise self.given.error("agentic_replay", "is a load that is replayed, not planned for", hint=hint)
         traffic = load_traffic(self.given, self.call.trace)
         if config is not None:
             config = with_policy(config, self.given, traffic)

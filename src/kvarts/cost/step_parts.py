@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from math import sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvarts.core.executor import are_many, whole_ns
@@ -170,21 +171,32 @@ class StepParts:
     def _sparse_layers(
         self, cost: RooflineSettings, sparse: Sparse, first: KvLayer, decode_operations: float
     ) -> list[LayerCost]:
-        """Return the attention to chosen tokens, and the indexers, which score all tokens in fp8 on every device."""
+        """Return the attention to chosen tokens, the indexers, which score all tokens in fp8, and the other layers.
+
+        The key of an indexer is read on every device. Its queries are on every device, or divided as heads are.
+        """
         from kvarts.cost.hardware.fit import local_layer_bytes_per_token
 
-        chosen = 1.0 - first.fixed_bytes / local_layer_bytes_per_token(cost.geometry, first, 1, cost.kv_dtype)
-        flops = cost.hardware.flops_per_s(cost.geometry.dtype) * cost.compute_efficiency / 1e3
-        decode_ms = max(decode_operations / flops, chosen * self._kv_read_ms)
-        num_layers = cost.geometry.num_attending_layers
-        layers = [LayerCost(sparse.top_tokens, num_layers, 1.0, chosen, decode_ms / self._decode_pair_ms * num_layers)]
+        geometry, ways = cost.geometry, cost.tensor_parallel
+        keyed = next((group.layer for group in geometry.attending if group.layer.fixed_bytes), first)
+        all_bytes, chosen_bytes, first_bytes = (
+            local_layer_bytes_per_token(geometry, layer, ways, cost.kv_dtype)
+            for layer in (keyed, msgspec.structs.replace(keyed, fixed_bytes=0), first)
+        )
+        chosen, index = chosen_bytes / first_bytes, (all_bytes - chosen_bytes) / first_bytes
+        flops = cost.hardware.flops_per_s(geometry.dtype) * cost.compute_efficiency / 1e3
+        decode = max(decode_operations / flops, chosen * self._kv_read_ms) / self._decode_pair_ms
+        num_sparse = geometry.num_attending_layers - sparse.num_dense
+        layers = [LayerCost(sparse.top_tokens, num_sparse, 1.0, chosen, decode * num_sparse)]
+        if sparse.num_dense:
+            layers.append(LayerCost(None, sparse.num_dense, 1.0, chosen, decode * sparse.num_dense))
         if sparse.num_indexers:
-            score_ms = 2 * sparse.num_heads * sparse.key_dim / (flops * cost.fp8_compute)
-            score_ms *= cost.hardware.flops_per_s(cost.geometry.dtype) / cost.hardware.flops_per_s("fp8")
-            read = 1.0 - chosen
-            decode_ms = max(score_ms * self.num_verified, read * self._kv_read_ms) / self._decode_pair_ms
-            of_all = decode_ms * sparse.num_indexers
-            layers.append(LayerCost(None, sparse.num_indexers, score_ms / self._pair_ms, read, of_all))
+            num_heads = sparse.num_heads / ways if sparse.is_divided else sparse.num_heads
+            score_ms = 2 * num_heads * sparse.key_dim / (flops * cost.fp8_compute)
+            score_ms *= cost.hardware.flops_per_s(geometry.dtype) / cost.hardware.flops_per_s("fp8")
+            decode = max(score_ms * self.num_verified, index * self._kv_read_ms) / self._decode_pair_ms
+            num = sparse.num_indexers
+            layers.append(LayerCost(None, num, score_ms / self._pair_ms, index, decode * num))
         return layers
 
     def step_ns(self, batch: Batch) -> int:

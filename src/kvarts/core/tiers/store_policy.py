@@ -86,9 +86,9 @@ class Backlog:
 class Duplicates:
     """Pages that the device has again, and `host` still has. They are released there when it needs room.
 
-    The last to come is released first: the device evicts it last, and only then must it be stored again. Pages that
-    waited half as long again as any that was used are evicted before that: nobody asks for them. `num_here`: how many
-    of the first pages of a content, at most so many, the device has.
+    The last to come are released first: the device evicts them last, and they must be stored again only then. Pages
+    that waited half as long again as any that was used are evicted before that. `num_here`: how many of the first pages
+    of a content, at most a number of them, the device has.
     """
 
     MOST_RUNS = 1 << 16

@@ -95,6 +95,7 @@ class ConfigFields(msgspec.Struct):
     index_head_dim: Count = 128
     index_n_heads: Count | None = None
     index_topk: Count = 2048
+    index_topk_blocks: Count | None = None
     indexer_types: list[str] | None = None
     index_topk_pattern: str | list[str] | None = None
     index_topk_freq: Count = 1
@@ -887,6 +888,8 @@ def _deepseek_4(config: ConfigFields, num_layers: int, head_dim: int) -> Extra:
 
 def read_sparse(config: ConfigFields, num_layers: int) -> Sparse | None:
     """Return the indexers of sparse attention; None for models that attend to all tokens or to a window."""
+    if config.model_type == "minimax_m3_vl_text":
+        return _sparse_blocks(config, num_layers)
     if config.model_type not in _INDEXED:
         return None
     return Sparse(
@@ -895,6 +898,24 @@ def read_sparse(config: ConfigFields, num_layers: int) -> Sparse | None:
         key_dim=config.index_head_dim,
         num_indexers=sum(_indexers(config, num_layers, None)),
         kv_dtype="fp8" if config.model_type == "glm_moe_dsa" else None,
+    )
+
+
+def _sparse_blocks(config: ConfigFields, num_layers: int) -> Sparse | None:
+    """Return the indexers of MiniMax M3, which choose blocks of tokens. None if the file does not say how many."""
+    own = config.sparse_attention_config or {}
+    blocks, size = own.get("sparse_topk_blocks", config.index_topk_blocks), own.get("sparse_block_size", 128)
+    num_indexers = sum(map(bool, own.get("sparse_attention_freq") or ()))
+    num_indexers = num_indexers or sum(kind == "indexed_attention" for kind in block_types(config, num_layers, None))
+    if not isinstance(blocks, int) or not isinstance(size, int) or not num_indexers:
+        return None
+    return Sparse(
+        top_tokens=blocks * size,
+        num_heads=own.get("sparse_num_index_heads", config.index_n_heads or 4),
+        key_dim=own.get("sparse_index_dim", config.index_head_dim),
+        num_indexers=num_indexers,
+        num_dense=num_layers - num_indexers,
+        is_divided=True,
     )
 
 

@@ -41,9 +41,10 @@ class Latent(msgspec.Struct, frozen=True):
 class Sparse(msgspec.Struct, frozen=True):
     """Sparse attention (DeepSeek V3.2): an indexer scores all tokens, and a layer attends to the `top_tokens` best.
 
-    `num_indexers`: layers with an indexer; the other layers reuse the choice of the layer before them. An indexer has
-    `num_heads` queries per token and one key of `key_dim` numbers. `kv_dtype`: format of KV on compute capability 10,
-    where engines choose another than the model's.
+    `num_indexers`: layers with an indexer; the other layers reuse the choice of the layer before them, but for
+    `num_dense`, which attend to all tokens (MiniMax M3). An indexer has `num_heads` queries per token, which tensor
+    parallelism divides if `is_divided`, and one key of `key_dim` numbers. `kv_dtype`: format of KV on compute
+    capability 10, where engines choose another than the model's.
     """
 
     top_tokens: int
@@ -51,6 +52,8 @@ class Sparse(msgspec.Struct, frozen=True):
     key_dim: int
     num_indexers: int
     kv_dtype: str | None = None
+    num_dense: int = 0
+    is_divided: bool = False
 
 
 class Experts(msgspec.Struct, frozen=True):

@@ -188,7 +188,7 @@ def _kernels(geometry: Geometry, capability: int, is_fp8_kv: bool) -> _Kernels:
     """Return the kernels that vLLM chooses on NVIDIA devices (platforms/cuda.py, _get_backend_priorities)."""
     if any(layer.own_dtype for layer in geometry.layers):  # DeepSeek V4
         return _Kernels(preferred=256, smallest=256, layouts=("BLHNC", "BLNHC"), splits=256)
-    if geometry.sparse is not None:
+    if geometry.sparse is not None and geometry.latent is not None:
         return _Kernels(preferred=64, smallest=64, splits=64)
     if any(layer.fixed_bytes for layer in geometry.layers):  # MiniMax M3's indexers
         return _Kernels(preferred=128, smallest=128)
@@ -214,7 +214,7 @@ def _backend_refusal(geometry: Geometry, device: Device, is_fp8_kv: bool) -> str
     """Return vLLM's words if no attention backend of a device of capability 8 takes the model, else None."""
     if device.capability != 8 or any(layer.own_dtype for layer in geometry.layers):
         return None
-    if geometry.sparse is not None:
+    if geometry.sparse is not None and geometry.latent is not None:
         return "No valid attention backend found for cuda with AttentionSelectorConfig(use_mla=True, use_sparse=True)"
     widths = {layer.head_numbers for layer in geometry.layers if layer.keeps_tokens}
     needs_triton = geometry.has_sinks or max(widths) > 512 or 2 * geometry.head_dim not in widths

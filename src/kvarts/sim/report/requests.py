@@ -91,7 +91,9 @@ class RequestLog:
     def end(
         self, request: Request, row: TraceRequest, replica: int, status: int = COMPLETED, more: Sequence[int] = ()
     ) -> None:
-        """Add `request`, which generated its last token. `more`: the values of the further columns."""
+        """Add `request`, which generated its last token, if it is measured. `more`: values of the further columns."""
+        if not row.is_measured:
+            return
         num_output = request.num_output_tokens if status == CANCELLED else request.max_tokens
         values = [
             request.index,
@@ -143,6 +145,8 @@ class RequestLog:
 
     def cancel(self, request: Request, row: TraceRequest, replica: int, end_ns: int, more: Sequence[int] = ()) -> None:
         """Add `request`, which was dropped at `end_ns`, with the tokens that it has generated until then."""
+        if not row.is_measured:
+            return
         num_computed = min(max(request.num_computed, request.furthest_computed), request.num_prompt_tokens)
         self.cancelled_prompt_tokens += max(0, num_computed - request.cached_tokens)
         self._reasons[request.index] = f"its client gave up {(end_ns - request.arrival_ns) / 1e6:g} ms after sending it"
@@ -162,6 +166,8 @@ class RequestLog:
         more: Sequence[int] = (),
     ) -> None:
         """Add `request`, which was rejected on arrival, or with FAILED, ended before its last token."""
+        if not row.is_measured:
+            return
         self._reasons[request.index] = reason
         self.end(request, row, replica, status, more)
 
@@ -210,13 +216,12 @@ class RequestLog:
     def request_ids(self) -> list[str]:
         """Return the trace's id of each request, or the number of its row in the file, from 0."""
         ids = list(map(str, self.columns["row"].tolist()))
-        for index, request_id in self._ids.items():
-            ids[index] = request_id
+        for place, index in enumerate(self.columns["index"].tolist() if self._ids else ()):
+            ids[place] = self._ids.get(index, ids[place])
         return ids
 
     def reasons(self) -> list[str | None]:
         """Return why each request was rejected; None for the others."""
-        reasons: list[str | None] = [None] * len(self.columns["row"])
-        for index, reason in self._reasons.items():
-            reasons[index] = reason
-        return reasons
+        if not self._reasons:
+            return [None] * len(self.columns["row"])
+        return [self._reasons.get(index) for index in self.columns["index"].tolist()]

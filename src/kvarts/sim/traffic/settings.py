@@ -1,8 +1,8 @@
-"""The traffic of a replay as settings: a trace and how to read it, or a workload."""
+"""The traffic of a replay as settings: a trace, how to read it and how its sessions are sent, or a workload."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -13,9 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from kvarts.sim.traffic.agentic_replay import AgenticReplay
     from kvarts.sim.traffic.trace import Trace
 
 __all__ = ["OF_TEXTS", "READING", "SECTION", "TrafficSettings", "load_given", "reading_of"]
+
+MadeT = TypeVar("MadeT")
 
 
 class TrafficSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +72,9 @@ class TrafficSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "recorded"
     workload: Annotated[Any, setting("Table of a Workload: traffic made from a seed.", flag=None)] = None
+    agentic_replay: Annotated[
+        Any, setting("Table of an AgenticReplay: the trace's plays of agents, as AIPerf runs them.", flag=None)
+    ] = None
 
 
 OF_TEXTS = ("tokenizer", "chat_template", "output_tokens")
@@ -94,13 +100,15 @@ def load_given(
         if trace is not None or "trace" in given:
             raise given.error("workload", "cannot be combined with a trace", hint="Keep one of them.")
         return _workload(given)
+    agentic = _agentic(given) if "agentic_replay" in given else None
     if trace is None and "trace" in given:
         trace = given.path_of("trace")
     if trace is None:
         return None
     from kvarts.sim.traffic.formats import load_trace
 
-    return _answered(load_trace(trace, **reading_of(given), on_read=on_read), given)
+    found = _answered(load_trace(trace, **reading_of(given), on_read=on_read), given)
+    return found if agentic is None else agentic.of(found)
 
 
 def _answered(trace: Trace, given: Given) -> Trace:
@@ -115,11 +123,26 @@ def _answered(trace: Trace, given: Given) -> Trace:
 def _workload(given: Given) -> Trace:
     from kvarts.sim.traffic.workload import Workload
 
+    return _of_table(given, "workload", lambda table: msgspec.convert(table, Workload).trace())
+
+
+def _agentic(given: Given) -> AgenticReplay:
+    from kvarts.sim.traffic.agentic_replay import AgenticReplay
+
+    for key in ("concurrency", "speedup"):
+        if key in given:
+            what = "cannot be combined with agentic_replay"
+            raise given.error(key, what, hint="Give agentic_replay.concurrency, the number of lanes.")
+    return _of_table(given, "agentic_replay", lambda table: msgspec.convert(table, AgenticReplay))
+
+
+def _of_table(given: Given, name: str, make: Callable[[Any], MadeT]) -> MadeT:
+    """Return what the table `name` describes. Raise ConfigError that names its field."""
     try:
-        return msgspec.convert(given["workload"], Workload).trace()
+        return make(given[name])
     except msgspec.ValidationError as error:
         what, inner = parts_of(error)
-        raise given.named(ConfigError(what, field=f"workload.{inner}" if inner else "workload"), ()) from error
+        raise given.named(ConfigError(what, field=f"{name}.{inner}" if inner else name), ()) from error
     except ConfigError as error:
-        inner = (error.field or "").removeprefix("workload.")
-        raise given.named(ConfigError(error.what, field=f"workload.{inner}", hint=error.hint), ()) from error
+        inner = (error.field or "").removeprefix(f"{name}.")
+        raise given.named(ConfigError(error.what, field=f"{name}.{inner}", hint=error.hint), ()) from error

@@ -441,12 +441,17 @@ def source_of(
     retries: int = 0,
     retry_after_ns: int = 0,
 ) -> Source:
-    """Return a closed loop if `concurrency` is given, else an open one; requests arrive `delay_ns` after being sent.
+    """Return the trace's own source, else a closed loop if `concurrency` is given, or an open one.
+
+    Requests arrive `delay_ns` after being sent.
 
     `retries`: how often clients repeat abandoned requests, each `retry_after_ns` later.
     """
     source: Source
-    source = OpenLoop(trace, speedup=speedup) if concurrency is None else ClosedLoop(trace, concurrency=concurrency)
+    if trace.source_of is not None:
+        source = trace.source_of(trace)
+    else:
+        source = OpenLoop(trace, speedup=speedup) if concurrency is None else ClosedLoop(trace, concurrency=concurrency)
     if retries:
         source = Retrying(source, most=retries, after_ns=retry_after_ns)
     return Delayed(source, delay_ns, is_closed=concurrency is not None) if delay_ns else source

@@ -6,7 +6,7 @@ for `unit_tokens` tokens each, or single tokens. This module is independent of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import le
 from typing import Any
@@ -26,9 +26,14 @@ NO_PREFIXES = (
 )
 
 
-def _made_again(requests: Iterable[TraceRequest], facts: dict[str, Any], concurrency: int | None) -> Trace:
+def _made_again(
+    requests: Iterable[TraceRequest],
+    facts: dict[str, Any],
+    concurrency: int | None,
+    source_of: Callable[[Trace], Any] | None,
+) -> Trace:
     trace = Trace(requests, **facts)
-    trace.concurrency = concurrency
+    trace.concurrency, trace.source_of = concurrency, source_of
     return trace
 
 
@@ -81,6 +86,8 @@ class Trace:
         self.warnings = list(warnings)
         self.concurrency: int | None = None
         """How many requests are sent at once, one as another ends, if the recording has no times but this."""
+        self.source_of: Callable[[Trace], Any] | None = None
+        """What makes the Source of a load that is neither at its times nor of a constant number in flight."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how another process makes the trace: `pickle` does not find the state of native objects."""
@@ -95,7 +102,7 @@ class Trace:
             "left_out": self.left_out,
             "warnings": self.warnings,
         }
-        return _made_again, (self._requests, facts, self.concurrency)
+        return _made_again, (self._requests, facts, self.concurrency, self.source_of)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         return iter(self._requests)

@@ -74,6 +74,8 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     direct: DirectRequest | None = None
     model: str | None = None
     """The name of the model that it asks for."""
+    is_measured: bool = True
+    """Whether a report counts it: a request of a warm-up is not."""
 
 
 class MooncakeRow(msgspec.Struct, gc=False):
