@@ -118,15 +118,17 @@ class CommandLines:
     Here they are empty: those of a plan that was not made on the command line.
     """
 
-    @property
-    def memory_fraction(self) -> float | None:
-        """The share of a device's memory that the engine may use; None: its default."""
-        return None
-
     def plan(self, *more: str) -> str:
         """Return the command line of the plan, with `more` options."""
         return ""
 
     def replay(self, changes: Mapping[str, Any]) -> str:
         """Return the command line of a replay with `changes` by setting key; False drops a setting."""
+        return ""
+
+    def users_replay(self, users: int, copies: int, host_bytes: int, policy: str, settings: Mapping[str, Any]) -> str:
+        """Return the command line of a replay of `users` in a closed loop, of so many `copies` of the trace.
+
+        `host_bytes`: added per device, with a store policy.
+        """
         return ""

@@ -27,8 +27,9 @@ from kvarts.sim.trials import ReplayTrials
 if TYPE_CHECKING:
     from kvarts.sim.config import ReplayConfig
     from kvarts.sim.replay import Traffic
+    from kvarts.sim.traffic.trace import Trace
 
-__all__ = ["SLO_SHARE", "TOKEN_BYTES", "Plan", "make_plan", "prices_of"]
+__all__ = ["SLO_SHARE", "TOKEN_BYTES", "Plan", "check_cost_error", "make_plan", "prices_of"]
 
 SLO_SHARE = 0.99
 RATES = {"host": "50GB/s", "disk": "5GB/s"}
@@ -42,6 +43,8 @@ FLEET_VALUES = (
     "hit_ratio",
 )
 """Values of a fleet that its options and the columns of a plan of fleets have."""
+REPLAYED = ("fleets", "users", "routers")
+"""Kinds of plans that have no sizes of memory."""
 OF_FLEET = ("name", *FLEET_VALUES, "on_front", "command")
 """Columns of a plan of fleets."""
 TOKEN_BYTES = 131_072
@@ -54,11 +57,25 @@ class Plan:
     `values` contains the curve of hits over all sizes, its knees, and the sizes examined (`at`) with their optimum; of
     KV groups, `groups` has curve and knees.
     With a configuration it also contains memory below the device (`tiers`), and replays with recommendations
-    (`latency`). A plan of fleets contains `fleets` instead. The reference lists all fields.
+    (`latency`). A plan of fleets contains `fleets` instead, one of users `users`, and one of routers `routers`. The
+    reference lists all fields.
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
+
+    @classmethod
+    def of_replays(cls, trace: Trace, config: ReplayConfig, advice: str, **found: Any) -> Plan:
+        """Return a plan that has the results `found`, by their kind, of replays of `config`."""
+        return cls(
+            {
+                "trace": trace.name,
+                "setting": f"pages of {config.page_size} tokens, {config.num_pages:,} a replica",
+                "config": config.to_builtins(),
+                **found,
+                "advice": advice,
+            }
+        )
 
     @property
     def advice(self) -> str:
@@ -67,7 +84,14 @@ class Plan:
 
     @property
     def options(self) -> list[dict[str, Any]]:
-        """The recommendations, the cheapest that keeps the SLO first; empty without a configuration."""
+        """The recommendations, the cheapest that keeps the SLO first; empty without a configuration.
+
+        Of users: how many fit, with and without host memory; of routers: the best.
+        """
+        if "users" in self.values:
+            return list(self.values["users"]["answers"])
+        if "routers" in self.values:
+            return [self.values["routers"]["best"]]
         found = self.values.get("fleets") or self.values.get("latency") or {}
         return list(found.get("options", []))
 
@@ -81,9 +105,9 @@ class Plan:
 
     def to_text(self) -> str:
         """Return the tables that `kvarts plan` prints, with a line end."""
-        from kvarts.plan.tables import render, render_fleets
+        from kvarts.plan.tables import render_plan
 
-        return render_fleets(self.values) if "fleets" in self.values else render(self.values)
+        return render_plan(self.values)
 
     def to_html(self) -> bytes:
         """Return the self-contained page that `kvarts plan --html` writes."""
@@ -98,7 +122,7 @@ class Plan:
     @property
     def parts(self) -> list[str]:
         """Names of the tables that `to_pandas` returns; the first is its default."""
-        first = "fleets" if "fleets" in self.values else "sizes"
+        first = next((kind for kind in REPLAYED if kind in self.values), "sizes")
         return [first, *(name for name, rows in self._rows.items() if rows)]
 
     @property
@@ -121,8 +145,9 @@ class Plan:
 
         `sizes`, by default: a row per size examined: hits, optimum, evicted tokens. `curve`: the hit ratio of all
         sizes. `league`: a row per policy and size. `options`: the recommendations; `replays`: what they were chosen
-        from. `host_memory`, `disk`: hits by the size of that tier. `fleets`, of a plan of fleets: a row per fleet.
-        Values in tables have columns named after both: `ttft_ms_p99`. Raise ConfigError for an unknown part.
+        from. `host_memory`, `disk`: hits by the size of that tier. `fleets`, of a plan of fleets: a row per fleet;
+        `users` and `routers`, of such plans: a row per number of users, and per router. Values in tables have columns
+        named after both: `ttft_ms_p99`. Raise ConfigError for an unknown part.
         """
         from kvarts.base.columns import columns_of, to_frame
 
@@ -133,6 +158,8 @@ class Plan:
         if "fleets" in self.values:
             points = self.values["fleets"]["points"]
             return to_frame({name: [point[name] for point in points] for name in OF_FLEET})
+        if self.parts[0] != "sizes":
+            return to_frame(columns_of(self.values[self.parts[0]]["points"]))
         names: tuple[str, ...] = ("pages", "tokens", "hit_ratio", "optimum_hit_ratio", "hit_tokens")
         at = self.values["at"]
         if "groups" in self.values:
@@ -219,7 +246,7 @@ def make_plan(
         for point in values["at"]:
             point["command"] = answers.plan("--at", str(point["pages"]))
         try:
-            if on_answer is not None and config is not None:
+            if on_answer is not None and config is not None and trace.knows_prefixes:
                 on_answer(lead(values), NUM_POINTS)
             if policies:
                 values["league"] = _league(counted, policies, config, at, answers, on_replay, processes)
@@ -252,7 +279,7 @@ def make_plan(
                 values["latency"] = latency.to_builtins()
                 values["is_complete"] = latency.is_complete
                 for option in values["latency"]["options"]:
-                    option["serve"] = serve_lines(config, option, answers.memory_fraction)
+                    option["serve"] = serve_lines(config, option)
         except KeyboardInterrupt:
             values["is_complete"] = False
     if not trace.knows_prefixes:
@@ -262,9 +289,14 @@ def make_plan(
 
 
 def _check(config: ReplayConfig | None, prices: object, cost_error: float | None) -> None:
-    """Raise SettingError for prices without replays, and for an error of costs that is no share."""
+    """Raise SettingError for prices without replays, and as `check_cost_error` does."""
     if config is None and prices is not None:
         raise SettingError("needs a model and a device, or a cost", "prices", hint="Give {model} and {device}.")
+    check_cost_error(cost_error)
+
+
+def check_cost_error(cost_error: float | None) -> None:
+    """Raise SettingError for an error of costs that is no share."""
     if cost_error is not None and not 0 < cost_error < 1:
         raise SettingError(f"must be between 0 and 1, got {cost_error}", "cost_error")
 

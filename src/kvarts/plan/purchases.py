@@ -15,6 +15,7 @@ import msgspec
 
 from kvarts.base.errors import ConfigError, InputError, problem_of
 from kvarts.base.files import read_toml
+from kvarts.cost.hardware.device import preset_name
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay_one
 from kvarts.sim.report.advice import as_size
@@ -26,18 +27,21 @@ __all__ = [
     "Prices",
     "Purchase",
     "between",
+    "devices_of",
     "first_from",
     "first_that",
     "given_host_bytes",
     "host_memory_of",
     "host_sizes",
     "load_prices",
+    "per_million_tokens",
     "policies_of",
     "with_host_memory",
     "with_memory",
 ]
 
 GIB = 1 << 30
+NS_PER_HOUR = 3_600_000_000_000
 SUFFIX = "_gib"
 SMALLEST = 1 / 64
 """The smallest host memory that is tried, as a share of the largest."""
@@ -82,10 +86,20 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def sentence(self) -> str:
         """Return what the prices are, and where they are from."""
         if self.currency:
-            return (
-                f"prices of {self.date}: {self.currency} {self.device:g} per GPU and {self.host_gib:g} per GiB, an hour"
-            )
-        return f"relative prices, not a quotation: a GPU costs as much as {self.device / self.host_gib:,.0f} GiB"
+            each = f"{self.currency} {self.device:g} per GPU and {self.host_gib:g} per GiB of host memory, an hour"
+            return f"prices of {self.date}: {each}"
+        gib = self.device / self.host_gib
+        return f"relative prices, not a quotation: a GPU costs as much as {gib:,.0f} GiB of host memory"
+
+
+def per_million_tokens(trace: Trace, price_per_hour: float, config: ReplayConfig) -> float | None:
+    """Return the price of a million tokens, prompts and answers, at the rate of the trace; None in a closed loop."""
+    requests = trace.requests or ()
+    last_ns = max((request.arrival_ns for request in requests), default=0) / config.speedup
+    num_tokens = sum(request.num_prompt_tokens + request.num_output_tokens for request in requests)
+    if not last_ns or config.concurrency is not None:
+        return None
+    return price_per_hour * (last_ns / NS_PER_HOUR) / (num_tokens / 1e6)
 
 
 class _PricesFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -111,7 +125,8 @@ def load_prices(path: Path, device: str | None) -> Prices:
         if not 0 < value <= 1e9:
             raise InputError(f"must be above 0 and at most 1e9, got {value:g}", path=path, field=f"per_hour.{name}")
     of_tiers = {name.removesuffix(SUFFIX): prices.pop(name) for name in list(prices) if name.endswith(SUFFIX)}
-    name = "device" if device is None or device not in prices else device
+    same = [] if device is None else [name for name in prices if preset_name(name) == preset_name(device)]
+    name = next((each for each in (device, *same) if each in prices), "device")
     if name not in prices:
         what = f"has no price for {device or 'device'}"
         raise InputError(what, path=path, field="per_hour", hint=f"Add {device or name} = PRICE, per hour.")
@@ -153,6 +168,11 @@ def host_sizes(config: ReplayConfig, reused_pages: int) -> list[int]:
     if not most_bytes or any(config.tiers.values()) or not trials.can_have_host_memory:
         return []
     return [size for size in round_sizes(most_bytes * SMALLEST, most_bytes, SIZE_RATIO) if size >= page_bytes]
+
+
+def devices_of(config: ReplayConfig) -> int:
+    """Return the number of devices over which one replica is divided."""
+    return int(getattr(config.cost, "tensor_parallel", 1)) * int(getattr(config.cost, "pipeline_parallel", 1))
 
 
 def given_host_bytes(config: ReplayConfig) -> int:
