@@ -13,8 +13,7 @@ from kvarts.base.errors import ConfigError
 from kvarts.base.settings import SettingError, parts_of_error
 from kvarts.cli.process import Progress, tell_whole_pages
 from kvarts.cli.replaying import all_sections
-from kvarts.plan.commands import CommandLines, command_line
-from kvarts.sim.report.advice import as_size
+from kvarts.plan.commands import CommandLines, command_line, of_host_memory
 from kvarts.sim.traffic.settings import OF_TEXTS
 
 if TYPE_CHECKING:
@@ -220,7 +219,8 @@ class PlanOptions(CommandLines):
         """Return the command line of a replay of users, after that of the copies of the trace if it needs more."""
         changes: dict[str, Any] = {"concurrency": users, **settings}
         if host_bytes:
-            changes |= {"offload.host_memory": as_size(host_bytes), "offload.policy": policy}
+            assert self._config is not None
+            changes |= of_host_memory(self._config, host_bytes, policy)
         if copies == 1:
             return self.replay(changes)
         if self._call.trace is None:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvarts.base.settings import INLINE, SET, Given, Section, Setting, is_inline, settings_of
+from kvarts.sim.report.advice import as_size
 
 if TYPE_CHECKING:
     from kvarts.sim.config import ReplayConfig
 
-__all__ = ["CommandLines", "command_line", "listed_tiers"]
+__all__ = ["CommandLines", "command_line", "listed_tiers", "of_host_memory"]
 
 DROPPED_BY = {"pages": ("kv_memory",), "speedup": ("concurrency",)}
 
@@ -99,6 +100,16 @@ def listed_tiers(config: ReplayConfig) -> list[str]:
     """Return the names of the tiers of a list; empty without a list."""
     offload = {} if config.offload is None else config.offload.to_builtins()
     return [tier["name"] for tier in offload.get("tiers", ())]
+
+
+def of_host_memory(config: ReplayConfig, host_bytes: int, policy: str) -> dict[str, Any]:
+    """Return the changes, by setting key, that add host memory per device: as the first tier of a list, if any."""
+    changes = {"offload.host_memory": as_size(host_bytes), "offload.policy": policy}
+    if not (listed := listed_tiers(config)):
+        return changes
+    assert config.offload is not None
+    size = {f"tier.{listed[0]}.size": changes.pop("offload.host_memory")}
+    return size if policy == config.offload.policy else {**size, **changes}
 
 
 def _is_from_command_line(given: Given, key: str) -> bool:

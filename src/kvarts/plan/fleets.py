@@ -234,14 +234,14 @@ class FleetsPlan:
                 continue
             by_line = {Purchase(search.devices(fleet), fleet.family): fleet for fleet in fleets}
 
-            def keeps(bought: Purchase, by_line: Mapping[Purchase, Fleet] = by_line) -> bool:
+            def lacks(bought: Purchase, by_line: Mapping[Purchase, Fleet] = by_line) -> float:
                 if bought not in self._bought:
                     line = Purchase(bought.num_devices, bought.shape)
                     self._bought[bought] = self._with_host_memory(by_line[line], bought, processes)
-                return self._keeps(self._bought[bought])
+                return self._slo_share - float(self._bought[bought]["slo_ratio"])
 
             limit = self._least_price(self._within(search))
-            with_host_memory([list(by_line)], sizes, policies_of(worker), self._prices, keeps, limit)
+            with_host_memory([list(by_line)], sizes, policies_of(worker), self._prices, lacks, limit)
 
     def _host_lines(self, search: FleetSearch, most_devices: int) -> Iterator[list[Fleet]]:
         """Yield the fleets that host memory is added to, per shape, the fewest devices first.

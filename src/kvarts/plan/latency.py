@@ -198,7 +198,7 @@ class AnswerSearch:
             self._sizes,
             policies_of(self._config),
             self._prices,
-            lambda bought: self._keeps(replays, option(bought)),
+            lambda bought: self._slo_share - replays.share(option(bought)),
             self.price(replays, alone) if alone is not None else float("inf"),
         )
         return [option(bought) for bought in found]

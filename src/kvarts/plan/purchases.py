@@ -3,7 +3,8 @@
 `with_host_memory` is the only search that adds host memory to devices, and `Prices.of` the only definition of cost.
 Shapes are ways to divide a model: lines of one shape differ in the number of devices. The search assumes that more
 devices of a shape, and more host memory under one policy, never hurt; if that holds for the first FEW lines of a shape,
-it finds the cheapest of these whatever more devices do. What it returns has been replayed.
+it finds the cheapest of these whatever more devices do. Smaller sizes that miss an SLO by a few requests are tried one
+by one, as more host memory may lose a few. What it returns has been replayed.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ TensorRT-LLM stores a block before its eviction, and swaps it with one of the de
 OF_VLLM = ("eager", "lazy")
 FEW = 3
 """Lines of a shape, and replicas, that a search also tries if more of them are not enough: hits may be divided."""
+NEAR = 0.02
+"""The share of requests that a size may lack of keeping an SLO if the next smaller one is to be tried, too."""
 SIZE_RATIO = 1.25
 """Sizes are a quarter apart."""
 
@@ -213,12 +216,13 @@ def with_host_memory(
     sizes: Sequence[int],
     policies: Sequence[str],
     prices: Prices,
-    keeps: Callable[[Purchase], bool],
+    lacks: Callable[[Purchase], float],
     limit: float,
 ) -> list[Purchase]:
     """Return purchases with host memory that keep the SLO and cost less than `limit`, each less than the one before.
 
-    `shapes`: per shape, the purchases without host memory, fewest devices first. `sizes`: ascending, in bytes.
+    `shapes`: per shape, the purchases without host memory, fewest devices first. `sizes`: ascending, in bytes. `lacks`:
+    the share of requests that a purchase lacks of keeping the SLO; 0 or less if it keeps it.
     """
     found: list[Purchase] = []
 
@@ -236,7 +240,7 @@ def with_host_memory(
         most = affordable(able[0])[-1]
 
         def reaches(line: Purchase, most: int = most) -> bool:
-            return any(keeps(at(line, most, policy)) for policy in policies)
+            return any(lacks(at(line, most, policy)) <= NEAR for policy in policies)
 
         few = min(FEW, len(able)) - 1
         kept = next((place for place in sorted({few, len(able) - 1}) if reaches(able[place])), None)
@@ -246,13 +250,15 @@ def with_host_memory(
         first = between(lambda place, able=able: reaches(able[place]), fails, kept)  # type: ignore[misc]
         for line in able[first:]:
             for policy in policies:
-                left = affordable(line)
-
-                def is_enough(place: int, line: Purchase = line, left: list[int] = left, policy: str = policy) -> bool:
-                    return keeps(at(line, left[place], policy))
-
-                if (least := between(is_enough, -1, len(left))) < len(left):
-                    found.append(at(line, left[least], policy))
+                left = [at(line, size, policy) for size in affordable(line)]
+                place = between(lambda place, left=left: lacks(left[place]) <= 0, -1, len(left))  # type: ignore[misc]
+                cheapest = left[place:][:1]
+                for bought in reversed(left[:place]):
+                    if (lacking := lacks(bought)) > NEAR:
+                        break
+                    if lacking <= 0:
+                        cheapest = [bought]
+                found += cheapest
     return found
 
 

@@ -11,10 +11,10 @@ import msgspec
 from kvarts.base.processes import Inquiry, Processes
 from kvarts.base.units import as_memory
 from kvarts.plan.cache import HitPlan, least_pages_of
+from kvarts.plan.commands import of_host_memory
 from kvarts.plan.purchases import devices_of, given_host_bytes, host_memory_of, with_memory
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replaying import replay
-from kvarts.sim.report.advice import as_size
 from kvarts.sim.traffic.editing import lengthened, with_share_of_agents
 from kvarts.sim.traffic.trace import Trace
 
@@ -340,7 +340,7 @@ class Replays:
         config, step = self._config, case.step
         changes: dict[str, Any] = {} if step.pages == config.num_pages else {"pages": step.pages}
         if step.host_bytes:
-            changes |= {"offload.host_memory": as_size(step.host_bytes), "offload.policy": step.policy}
+            changes |= of_host_memory(config, step.host_bytes, step.policy)
         if step.replicas == 1:
             changes["router"] = None  # no effect with one replica
         if step.replicas != 1 or config.replicas != 1:
