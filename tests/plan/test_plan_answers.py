@@ -154,6 +154,8 @@ def test_lines_of_servers_have_what_was_given() -> None:
     assert "--speculative-num-draft-tokens 2" in lines["sglang"] and "--max-total-tokens " in lines["sglang"]
     assert "--num-gpu-blocks-override 5001 " in lines_of("llama-3.1-8b", "h100-80gb", pages=5000)["vllm"]
     assert lines_of("llama-3.1-8b", "h100-80gb", weight_dtype="int4") == {}
+    lines = lines_of("llama-3.1-8b", "h100-80gb", kv_dtype="int8")
+    assert [*lines] == ["vllm"] and "--kv-cache-dtype int8_per_token_head" in lines["vllm"]
     assert [*lines_of("llama-3.1-8b", "h100-80gb", engine="sglang")] == ["sglang"]
     assert lines_of("llama-3.1-8b", "h100-80gb", engine="tensorrt-llm") == {}
 

@@ -16,6 +16,7 @@ from kvarts.base.units import parse_rate
 from kvarts.core.config import EngineConfig
 from kvarts.plan.cache import CachePlan, GroupPlan, HitPlan, PricedTier, TiersPlan, best_buy, prefill_s_per_token
 from kvarts.plan.commands import CommandLines, listed_tiers
+from kvarts.plan.confidence import cost_error_of
 from kvarts.plan.latency import NUM_POINTS, LatencyPlan, OnAnswer
 from kvarts.plan.purchases import Prices, load_prices
 from kvarts.plan.serve_lines import offload_of_vllm, serve_lines
@@ -25,6 +26,7 @@ from kvarts.sim.traffic.trace import NO_PREFIXES
 from kvarts.sim.trials import ReplayTrials
 
 if TYPE_CHECKING:
+    from kvarts.plan.league import League
     from kvarts.sim.config import ReplayConfig
     from kvarts.sim.replay import Traffic
     from kvarts.sim.traffic.trace import Trace
@@ -249,7 +251,12 @@ def make_plan(
             if on_answer is not None and config is not None and trace.knows_prefixes:
                 on_answer(lead(values), NUM_POINTS)
             if policies:
-                values["league"] = _league(counted, policies, config, at, answers, on_replay, processes)
+                league = _league(counted, policies, config, answers, on_replay, processes)
+                rows = league.to_builtins(at if at is not None else counted.sizes_under_pressure)
+                values["league"] = rows
+                if config is not None:
+                    error = cost_error_of(config, trace) if cost_error is None else cost_error
+                    values["league_lead"] = league.lead(rows, error)
             if config is not None:
                 known = prices_of(prices, config.cost)
                 if not _has_slo(config):
@@ -321,7 +328,7 @@ def _router_of(router: Any, config: ReplayConfig) -> Any:
 def _forget_hits(values: dict[str, Any]) -> None:
     """Remove from a plan what depends on hits, of a trace in which they cannot be known."""
     values["unknown_hits"] = NO_PREFIXES
-    for name in ("league", "groups", "tiers"):
+    for name in ("league", "league_lead", "groups", "tiers"):
         values.pop(name, None)
     values.update(at=[], knees=[], most_hit_ratio=None, most_pages=None, pages_for_share_of_hits={})
     values["curve"] = {name: [] for name in values["curve"]}
@@ -346,16 +353,15 @@ def _league(
     curves: HitPlan,
     policies: Sequence[Any],
     config: ReplayConfig | None,
-    sizes: Sequence[int] | None,
     commands: CommandLines,
     on_replay: Callable[[], object] | None,
     processes: Processes,
-) -> list[dict[str, Any]]:
-    """Return a row per policy and size, and rows of replays. `sizes`: None: the main knee and half of it."""
+) -> League:
+    """Return the comparison of policies. Raise SettingError for one that is unknown."""
     from kvarts.plan.league import League
 
     try:
-        league = League(
+        return League(
             curves,
             policies,
             config=config,
@@ -366,7 +372,6 @@ def _league(
         )
     except ConfigError as error:
         raise SettingError(error.what, "policy", hint=error.hint) from error
-    return league.to_builtins(sizes if sizes is not None else curves.sizes_under_pressure)
 
 
 def _tiers(

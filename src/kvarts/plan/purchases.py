@@ -56,7 +56,7 @@ TensorRT-LLM stores a block before its eviction, and swaps it with one of the de
 OF_VLLM = ("eager", "lazy")
 FEW = 3
 """Lines of a shape, and replicas, that a search also tries if more of them are not enough: hits may be divided."""
-NEAR = 0.02
+NEAR = 0.03
 """The share of requests that a size may lack of keeping an SLO if the next smaller one is to be tried, too."""
 SIZE_RATIO = 1.25
 """Sizes are a quarter apart."""

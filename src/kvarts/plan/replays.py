@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvarts.sim.router import RouterMaker
 
 __all__ = ["NO_CHANGE", "Replays", "SizeOption", "changed_summary", "changed_trace", "guesses"]
-__all__ += ["share_kept", "summary_of"]
+__all__ += ["share_kept", "summary_of", "worth", "worth_of"]
 
 Found = TypeVar("Found")
 NO_CHANGE = -1.0
@@ -39,6 +39,17 @@ def share_kept(summary: dict[str, Any]) -> float | None:
         return None
     share: float = (goodput["ratio"] or 0.0) * summary["num_completed"] / summary["num_requests"]
     return share
+
+
+def worth(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Return what the best of several choices has most of: requests that keep the SLO, then time before a mean TTFT."""
+    mean = row["ttft_ms"]["mean"]
+    return row["slo_ratio"] or 0.0, -(float("inf") if mean is None else mean)
+
+
+def worth_of(summary: dict[str, Any]) -> tuple[float, float]:
+    """Return `worth` of a replay."""
+    return worth({"slo_ratio": share_kept(summary), "ttft_ms": summary["ttft_ms"]})
 
 
 def summary_of(trace: Trace, config: ReplayConfig) -> dict[str, Any]:

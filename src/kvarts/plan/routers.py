@@ -23,7 +23,7 @@ from kvarts.plan.confidence import (
 )
 from kvarts.plan.planning import Plan, check_cost_error, prices_of
 from kvarts.plan.purchases import Prices, devices_of, given_host_bytes, per_million_tokens
-from kvarts.plan.replays import NO_CHANGE, changed_summary, share_kept
+from kvarts.plan.replays import NO_CHANGE, changed_summary, share_kept, worth, worth_of
 from kvarts.plan.serve_lines import serve_lines
 from kvarts.plan.tables import answer_of_routers
 from kvarts.sim.config import ReplayConfig
@@ -165,7 +165,7 @@ class RoutersPlan:
 
     def _order(self, found: Mapping[int, Mapping[str, Any]]) -> list[int]:
         """Return the places of rows, the best first; of equal ones, the first."""
-        return sorted(found, key=lambda place: _worth(found[place]), reverse=True)
+        return sorted(found, key=lambda place: worth(found[place]), reverse=True)
 
     def _pair(self, found: Mapping[int, Mapping[str, Any]]) -> tuple[int, int] | None:
         """Return the places of the best row, and of the best of another router; None if there is none."""
@@ -190,7 +190,7 @@ class RoutersPlan:
             ours, others = processes.all(changed_summary, [(each, length, agents) for each in pair])
             self._count()
             self._count()
-            return _worth(_row(ours)) >= _worth(_row(others))
+            return worth_of(ours) >= worth_of(others)
 
         worlds = [is_ahead({"cost_factor": config.cost_factor * each}) for each in lead_factors(self._cost_error)]
         compared["confidence"], times = find_lead(worlds, config.cost, self._cost_error)
@@ -245,16 +245,6 @@ def plan_routers(
     )
     found = plan.to_builtins()
     return Plan.of_replays(trace, config, answer_of_routers(found), routers=found)
-
-
-def _worth(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Return what the best router has most of: requests that keep the SLO, then time before a mean TTFT."""
-    mean = row["ttft_ms"]["mean"]
-    return row["slo_ratio"] or 0.0, -(float("inf") if mean is None else mean)
-
-
-def _row(summary: dict[str, Any]) -> dict[str, Any]:
-    return {"slo_ratio": share_kept(summary), "ttft_ms": summary["ttft_ms"]}
 
 
 def _replayed(trace: Trace, config: ReplayConfig) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvarts.core.kv.number_formats import is_fp8
 from kvarts.plan.purchases import devices_of, given_host_bytes
 from kvarts.sim.report.advice import as_size
 
@@ -34,12 +33,20 @@ CAST = {"fp8": "quantization", "bfloat16": "dtype", "float16": "dtype", "float32
 """Formats of weights that servers make of any checkpoint as they load it, with the option of each."""
 
 
+SGLANG_KV = {
+    **dict.fromkeys(("fp8", "fp8_e4m3", "float8_e4m3fn"), "fp8_e4m3"),
+    **{name: name for name in ("fp8_e5m2", "bfloat16", "mxfp8", "nvfp4")},
+    "bf16": "bfloat16",
+}
+"""SGLang's formats of KV, by those of kvarts."""
+
+
 def serve_lines(config: Any, option: Mapping[str, Any]) -> dict[str, str]:
     """Return the command lines of one replica of `option`, by engine, and of a fleet of pools by engine and role.
 
     There are none without a model on a device, and none of a server that is not the engine of `config`, if that is
     given. vLLM has no exclusive host memory, and SGLang's is written through: an option with another policy has no
-    line. Nor has one with weights in a format that needs another checkpoint.
+    line. Nor has one with weights in a format that needs another checkpoint, or with KV in one that a server lacks.
     """
     if not hasattr(config, "pools"):
         return _lines_of(config, option)
@@ -65,7 +72,8 @@ def _lines_of(config: ReplayConfig, option: Mapping[str, Any], role: str = "") -
         connectors += [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}] if role else []
         of_connectors = {"kv-transfer-config": json.dumps(_connected(connectors))} if connectors else {}
         lines["vllm"] = _line(["vllm", "serve", _hub_id(config)], _vllm(config) | of_weights | of_connectors)
-    if "sglang" in servers and (not num_bytes or policy == "eager"):
+    kv_dtype = getattr(config.cost, "kv_dtype", None)
+    if "sglang" in servers and (not num_bytes or policy == "eager") and kv_dtype in (None, *SGLANG_KV):
         of_host = {
             "enable-hierarchical-cache": None,
             "hicache-size": -(-num_bytes // GB),
@@ -127,7 +135,7 @@ def _sglang(config: ReplayConfig) -> dict[str, Any]:
     if placement.num_pages is not None or placement.kv_memory_bytes is not None:
         options["max-total-tokens"] = config.num_pages * config.page_size
     if (dtype := getattr(config.cost, "kv_dtype", None)) is not None:
-        options["kv-cache-dtype"] = "fp8_e4m3" if is_fp8(dtype) and dtype != "fp8_e5m2" else dtype
+        options["kv-cache-dtype"] = SGLANG_KV[dtype]
     if config.scheduling_policy == "priority":
         options["enable-priority-scheduling"] = None
     if config.no_prefix_caching:

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvarts.base.documents import Column, Document, Table
 from kvarts.base.units import as_duration, as_hits, as_memory, as_percent
+from kvarts.plan.confidence import would_change
 from kvarts.plan.series import usual_points
 from kvarts.sim.report.advice import as_size
 from kvarts.sim.report.words import NAME_ONE, in_memory, number, opening, page_bytes_of, wrapped
@@ -235,7 +236,9 @@ def answer_for_users(users: dict[str, Any]) -> str:
         return f"Without an SLO any number of users fits on {servers}: TTFT p99 is {', '.join(waits)}"
     kept = next((point["slo_ratio"] for point in users["points"] if point["users"] == fails), None)
     if not answers:
-        few = "No user fits" if fails in (None, 1) else f"Fewer than {fails:,} users fit"
+        if fails is None:
+            return f"How many users fit on {servers} is not known yet"
+        few = "No user fits" if fails == 1 else f"Fewer than {fails:,} users fit"
         return f"{few} on {servers}" + _too_many(users, fails, kept)
     fits = [
         f"{each['users']:,} user{'s fit' if each['users'] != 1 else ' fits'} on {each['named']}"
@@ -345,6 +348,8 @@ def _league(plan: dict[str, Any]) -> list[str | Table]:
             for row in replayed
         ]
         lines += ["", "the same, replayed", "", Table(columns, found)]
+    if (lead := plan.get("league_lead")) is not None and lead["is_ahead"]:
+        lines += ["", *wrapped(f"{lead['policy']}: {would_change(lead['sensitivity'])[0]}")]
     return lines
 
 
@@ -551,7 +556,7 @@ def _of_curve(plan: Mapping[str, Any]) -> str:
 def _of_half(plan: Mapping[str, Any]) -> list[str]:
     """Return the hits of half of the knee's memory and of twice as much; empty where nothing is found."""
     counted = _counted(plan)
-    if "unknown_hits" in plan or not counted["most_hit_ratio"] or not (knee := _knee(counted)):
+    if plan.get("config") or not counted["most_hit_ratio"] or not (knee := _knee(counted)):
         return []
     half, twice = (as_percent(_hits_at(counted["curve"], knee["pages"] * factor)) for factor in (0.5, 2))
     return [f"Half of the knee's memory finds {half}, and twice as much {twice}"]
@@ -579,8 +584,11 @@ def _of_league(plan: Mapping[str, Any]) -> list[str]:
     config = plan.get("config") or {}
     size = f"{best['pages']:,} pages{_memory(best['pages'], plan)}"
     gained = 100 * (best["hit_ratio"] - best["lru_hit_ratio"])
+    lead = plan.get("league_lead")
+    of_replays = [] if lead is None else [_of_lead(lead, plan)]
     if gained <= 0:
-        return [f"No policy finds more than LRU, {as_hits(best['lru_hit_ratio'])} of prompt tokens with {size}"]
+        none = f"No policy finds more than LRU, {as_hits(best['lru_hit_ratio'])} of prompt tokens with {size}"
+        return [none, *of_replays]
     found, points = as_hits(best["hit_ratio"]), f"{gained:.1f} point{'s' * (f'{gained:.1f}' != '1.0')}"
     text = f"{best['policy']} finds {found} of prompt tokens with {size}, {points} more than LRU"
     curve = _counted(plan)["curve"]
@@ -591,7 +599,19 @@ def _of_league(plan: Mapping[str, Any]) -> list[str]:
     ahead = {row["pages"] for row in rows if row["policy"] == best["policy"] and row["gap_closed"]}
     if len(sizes) > 1:
         text += f"; it is ahead of LRU at {len(ahead & sizes)} of {len(sizes)} sizes"
-    return [text]
+    return [text, *of_replays]
+
+
+def _of_lead(lead: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
+    """Return what the policy that gains most on LRU gains when replayed, and in how many worlds."""
+    size = f"Replayed with {lead['pages']:,} pages{_memory(lead['pages'], plan)}"
+    if not lead["is_ahead"]:
+        return f"{size}, no policy is better than LRU; {lead['policy']} is ahead {lead['confidence']['text']}"
+    mean, of_lru = (as_duration(lead["ttft_ms_mean"][name]) for name in ("policy", "lru"))
+    kept = lead["slo_ratio"]
+    slo = "" if kept["lru"] is None else f", and keeps the SLO for {as_percent(kept['policy'])} of requests instead of "
+    slo += "" if kept["lru"] is None else as_percent(kept["lru"])
+    return f"{size}, {lead['policy']} has a mean TTFT of {mean} instead of {of_lru}{slo}, {lead['confidence']['text']}"
 
 
 def _memory(pages: int, plan: Mapping[str, Any]) -> str:

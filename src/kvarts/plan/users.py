@@ -32,12 +32,14 @@ from kvarts.plan.confidence import (
 from kvarts.plan.planning import SLO_SHARE, Plan, check_cost_error, prices_of
 from kvarts.plan.purchases import (
     Prices,
+    Purchase,
     between,
     devices_of,
     given_host_bytes,
     host_memory_of,
     host_sizes,
     policies_of,
+    with_host_memory,
     with_memory,
 )
 from kvarts.plan.replays import NO_CHANGE, changed_trace, guesses, share_kept
@@ -133,9 +135,10 @@ class UsersPlan:
         """Return the replays, the most users that keep the SLO, and the fewest found that do not, JSON-able.
 
         If a limit was found, `host` repeats the search with the host memory that keeps the hits of the failing number
-        of users, under the store policy of the engine that needs the least. It contains `memory_bytes` per device,
-        `policy`, and `hit_ratio` at that number of users, compared with `hit_ratio_without` host memory and
-        `most_hit_ratio` with unlimited memory. It is null if host memory gains nothing or cannot be added. `options`
+        of users, and then has the least memory, under any store policy of the engine, with which as many fit. It
+        contains `memory_bytes` per device, `policy`, and `hit_ratio` at that number of users, compared with
+        `hit_ratio_without` host memory and `most_hit_ratio` with unlimited memory. It is null if host memory gains
+        nothing or cannot be added. `options`
         are replays of the failing number of users, each with one more option: an eviction policy, a router, or KV that
         is pinned between turns. `answers`: with and without host memory, the cheapest per user first.
         """
@@ -354,7 +357,10 @@ class UsersPlan:
     # Replays ---------------------------------------------------------------------------------------------------
 
     def _host(self, fits: int | None, fails: int) -> dict[str, Any] | None:
-        """Return the number of users that fit with the least host memory that keeps the hits of `fails` users."""
+        """Return the users that fit with the host memory that keeps the hits of `fails` users, and the least for these.
+
+        None if host memory gains nothing.
+        """
         config = self._config_of(fails, {})
         if any(config.tiers.values()) or not self._trace.knows_prefixes or not (policies := policies_of(config)):
             return None
@@ -368,17 +374,33 @@ class UsersPlan:
             return None
         policy = min(able, key=lambda each: (able[each].num_bytes, -able[each].hit_ratio))
         found = able[policy]
-        more, fails_at = self._search(_Load(found.num_bytes, policy, fits or self._low))
+        num_bytes = found.num_bytes
+        more, fails_at = self._search(_Load(num_bytes, policy, fits or self._low))
+        if more is not None:
+            limit = self._prices.of(self._num_devices, num_bytes)
+            for bought in self._asked(partial(self._least_for, more, sizes, policies, limit))[-1:]:
+                num_bytes, policy = bought.host_bytes, bought.policy
+        at_fails = self._asked(lambda asked: asked(_Load(num_bytes, policy, fails)))
         return {
-            "memory_bytes": found.num_bytes,
+            "memory_bytes": num_bytes,
             "policy": policy,
             "hit_ratio_without": without,
-            "hit_ratio": found.hit_ratio,
+            "hit_ratio": at_fails["prefix_hit_ratio"],
             "most_hit_ratio": found.most_hit_ratio,
             "fits": more,
             "fails_at": fails_at,
-            "points": self._points(found.num_bytes, policy),
+            "points": self._points(num_bytes, policy),
         }
+
+    def _least_for(
+        self, users: int, sizes: Sequence[int], policies: Sequence[str], limit: float, asked: Inquiry[_Load]
+    ) -> list[Purchase]:
+        """Return purchases of host memory for less than `limit` with which so many users keep the SLO."""
+
+        def lacks(bought: Purchase) -> float:
+            return self._slo_share - (share_kept(asked(_Load(bought.host_bytes, bought.policy, users))) or 0.0)
+
+        return with_host_memory([[Purchase(self._num_devices)]], sizes, policies, self._prices, lacks, limit)
 
     def _points(self, host_bytes: int = 0, policy: str = "") -> list[dict[str, Any]]:
         return [
