@@ -80,6 +80,7 @@ class RoutersPlan:
         self._trace = trace
         self._config = config.certain
         self._commands = commands or CommandLines()
+        self._first_age = next(iter(ages), None)
         self._cost_error = cost_error_of(config, trace) if cost_error is None else cost_error
         self._prices = prices or Prices()
         self._is_quick = is_quick
@@ -103,7 +104,8 @@ class RoutersPlan:
         """Return a row per router and age, and the best of them with the confidence in it, JSON-able.
 
         The best keeps the SLO for most requests; without an SLO, it has the shortest mean TTFT. It is compared with the
-        best row of another router, which is replayed in the same worlds and with the same traffic.
+        best row of another router, which is replayed in the same worlds and with the same traffic. Both are of the
+        first of the ages.
         """
         found: dict[int, dict[str, Any]] = {}
         compared: dict[str, Any] = {"confidence": None, "sensitivity": {}}
@@ -164,8 +166,9 @@ class RoutersPlan:
         }
 
     def _order(self, found: Mapping[int, Mapping[str, Any]]) -> list[int]:
-        """Return the places of rows, the best first; of equal ones, the first."""
-        return sorted(found, key=lambda place: worth(found[place]), reverse=True)
+        """Return the places of rows with a view of the first age, the best first; of equal ones, the first."""
+        first = [place for place in found if self._cases[place][1] in (None, self._first_age)]
+        return sorted(first or found, key=lambda place: worth(found[place]), reverse=True)
 
     def _pair(self, found: Mapping[int, Mapping[str, Any]]) -> tuple[int, int] | None:
         """Return the places of the best row, and of the best of another router; None if there is none."""

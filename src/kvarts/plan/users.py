@@ -51,12 +51,11 @@ from kvarts.sim.report.words import plus_minus
 from kvarts.sim.sessions import SessionReplay
 from kvarts.sim.traffic.editing import can_lengthen, repeated, share_of_agents
 from kvarts.sim.traffic.trace import Trace
-from kvarts.sim.trials import least_host_memory
+from kvarts.sim.trials import WORTHWHILE
 
 if TYPE_CHECKING:
     from kvarts.plan.latency import OnAnswer
     from kvarts.sim.replay import Traffic
-    from kvarts.sim.report.advice import HostMemory
 
 __all__ = ["UsersPlan", "plan_users"]
 
@@ -134,11 +133,10 @@ class UsersPlan:
     def to_builtins(self) -> dict[str, Any]:
         """Return the replays, the most users that keep the SLO, and the fewest found that do not, JSON-able.
 
-        If a limit was found, `host` repeats the search with the host memory that keeps the hits of the failing number
-        of users, and then has the least memory, under any store policy of the engine, with which as many fit. It
-        contains `memory_bytes` per device, `policy`, and `hit_ratio` at that number of users, compared with
-        `hit_ratio_without` host memory and `most_hit_ratio` with unlimited memory. It is null if host memory gains
-        nothing or cannot be added. `options`
+        If a limit was found, `host` repeats the search with as much host memory as the trace can use, under each store
+        policy of the engine, and then has the least with which as many fit. It contains `memory_bytes` per device,
+        `policy`, and `hit_ratio` at the failing number of users, compared with `hit_ratio_without` host memory and
+        `most_hit_ratio` with all of it. It is null if host memory gains nothing or cannot be added. `options`
         are replays of the failing number of users, each with one more option: an eviction policy, a router, or KV that
         is pinned between turns. `answers`: with and without host memory, the cheapest per user first.
         """
@@ -357,9 +355,9 @@ class UsersPlan:
     # Replays ---------------------------------------------------------------------------------------------------
 
     def _host(self, fits: int | None, fails: int) -> dict[str, Any] | None:
-        """Return the users that fit with the host memory that keeps the hits of `fails` users, and the least for these.
+        """Return the most users that fit with all host memory that is tried, and the least memory for as many.
 
-        None if host memory gains nothing.
+        None if host memory gains no hits for `fails` users.
         """
         config = self._config_of(fails, {})
         if any(config.tiers.values()) or not self._trace.knows_prefixes or not (policies := policies_of(config)):
@@ -368,25 +366,23 @@ class UsersPlan:
         if not (sizes := host_sizes(config, reused_pages)):
             return None
         without = self._found[_Load(0, "", fails)]["prefix_hit_ratio"] or 0.0
-        by_policy = {policy: self._asked(partial(_least_host, policy, fails, sizes, without)) for policy in policies}
-        able = {policy: found for policy, found in by_policy.items() if found is not None}
+        most_hits = {policy: self._asked(partial(_hits_of, _Load(sizes[-1], policy, fails))) for policy in policies}
+        able = [policy for policy in policies if most_hits[policy] - without >= WORTHWHILE]
         if not able:
             return None
-        policy = min(able, key=lambda each: (able[each].num_bytes, -able[each].hit_ratio))
-        found = able[policy]
-        num_bytes = found.num_bytes
-        more, fails_at = self._search(_Load(num_bytes, policy, fits or self._low))
+        found = {policy: self._search(_Load(sizes[-1], policy, fits or self._low)) for policy in able}
+        num_bytes, policy = sizes[-1], max(able, key=lambda each: found[each][0] or 0)
+        more, fails_at = found[policy]
         if more is not None:
             limit = self._prices.of(self._num_devices, num_bytes)
             for bought in self._asked(partial(self._least_for, more, sizes, policies, limit))[-1:]:
                 num_bytes, policy = bought.host_bytes, bought.policy
-        at_fails = self._asked(lambda asked: asked(_Load(num_bytes, policy, fails)))
         return {
             "memory_bytes": num_bytes,
             "policy": policy,
             "hit_ratio_without": without,
-            "hit_ratio": at_fails["prefix_hit_ratio"],
-            "most_hit_ratio": found.most_hit_ratio,
+            "hit_ratio": self._asked(partial(_hits_of, _Load(num_bytes, policy, fails))),
+            "most_hit_ratio": max(most_hits.values()),
             "fits": more,
             "fails_at": fails_at,
             "points": self._points(num_bytes, policy),
@@ -530,11 +526,8 @@ def num_sessions(trace: Trace) -> int:
     return len({request.session_id or request for request in trace})
 
 
-def _least_host(policy: str, users: int, sizes: Sequence[int], base: float, asked: Inquiry[_Load]) -> HostMemory | None:
-    def hit_ratio(size: int) -> float:
-        return asked(_Load(size, policy, users))["prefix_hit_ratio"] or 0.0
-
-    return least_host_memory(hit_ratio, sizes, base)
+def _hits_of(load: _Load, asked: Inquiry[_Load]) -> float:
+    return asked(load)["prefix_hit_ratio"] or 0.0
 
 
 # Tasks, which also run in other processes

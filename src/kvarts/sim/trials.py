@@ -21,7 +21,7 @@ from kvarts.sim.report.advice import HostMemory
 from kvarts.sim.report.report import Report
 from kvarts.sim.traffic.trace import Trace
 
-__all__ = ["MOST_REQUESTS", "MOST_STEPS", "ReplayTrials", "least_host_memory", "round_sizes", "spread_of"]
+__all__ = ["MOST_REQUESTS", "MOST_STEPS", "WORTHWHILE", "ReplayTrials", "round_sizes", "spread_of"]
 
 GIB, MIB = 1 << 30, 1 << 20
 RATIO = 1.1
@@ -176,14 +176,11 @@ def _guess(_: _Sizes, __: object) -> list[tuple[float, dict[str, Any]]]:
 
 
 def _least(asked: Inquiry[_Sizes], sizes: Sequence[int], base: float) -> HostMemory | None:
-    return least_host_memory(lambda size: asked((size, 0))["prefix_hit_ratio"] or 0.0, sizes, base)
+    """Return the first of the `sizes` that keeps the hits of the last; None if these are not much above `base`."""
 
+    def hit_ratio(size: int) -> float:
+        return asked((size, 0))["prefix_hit_ratio"] or 0.0
 
-def least_host_memory(hit_ratio: Callable[[int], float], sizes: Sequence[int], base: float) -> HostMemory | None:
-    """Return the first of the `sizes` that keeps the hits of the last; None if these are not much above `base`.
-
-    `hit_ratio`: returns that of a size, in bytes.
-    """
     most = hit_ratio(sizes[-1])
     if most - base < WORTHWHILE:
         return None
