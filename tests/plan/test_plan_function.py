@@ -58,6 +58,24 @@ def test_the_command_is_the_function(few: Trace, run_command: Any, capsys: Any) 
     assert bare(printed) == bare(values)
 
 
+def test_the_command_of_curves_is_the_function(path_of_few: Path, run_command: Any, capsys: Any) -> None:
+    assert run_command("plan", "curve", path_of_few, "--page-size", 64, "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    plan = kvarts.plan(path_of_few, page_size=64)
+    assert bare(printed) == bare(json.loads(plan.to_json()))
+
+
+def test_policies_with_a_model_are_compared_in_worlds(few_agents: tuple[Path, Path]) -> None:
+    config = ReplayConfig.for_device("llama-3.1-8b", "h100-80gb", pages=1_500)
+    plan = kvarts.plan(few_agents[0], config, at=[1_000], policies=["session-aware"])
+    lead = plan.values["league_lead"]
+    assert lead["policy"] == "session-aware" and lead["confidence"]["of"] == 10
+    ours, of_lru = (lead["ttft_ms_mean"][name] for name in ("policy", "lru"))
+    assert lead["is_ahead"] == (ours < of_lru)
+    assert f"{lead['confidence']['kept']} of 10 worlds" in plan.advice
+    assert plan.advice in " ".join(plan.to_text().split())
+
+
 def bare(value: Any) -> Any:
     """Return values without command lines, which only commands have."""
     if isinstance(value, dict):

@@ -77,8 +77,8 @@ def test_the_search_finds_the_cheapest_of_all(
 def test_where_more_memory_loses_a_few_requests_the_cheapest_is_found(
     far: int, lacking: list[float], price: float
 ) -> None:
-    """Of sizes that miss the SLO by far, and larger ones of which some keep it and others lack a few requests."""
-    lacks = [0.5] * far + lacking
+    """Sizes that miss the SLO by far, larger ones of which some lack a few, and one that keeps it."""
+    lacks = [0.5] * far + lacking + [0.0]
     sizes = [(place + 1) * GIB for place in range(len(lacks))]
     prices = Prices(host_gib=price)
     found = with_host_memory(

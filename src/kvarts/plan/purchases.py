@@ -240,7 +240,7 @@ def with_host_memory(
         most = affordable(able[0])[-1]
 
         def reaches(line: Purchase, most: int = most) -> bool:
-            return any(lacks(at(line, most, policy)) <= NEAR for policy in policies)
+            return any(lacks(at(line, most, policy)) <= 0 for policy in policies)
 
         few = min(FEW, len(able)) - 1
         kept = next((place for place in sorted({few, len(able) - 1}) if reaches(able[place])), None)
