@@ -233,6 +233,7 @@ def answer_for_users(users: dict[str, Any]) -> str:
     servers = _servers(users["num_devices"], users)
     if users["slo_share"] is None:
         waits = [f"{as_duration(each['ttft_ms']['p99'])} with {each['users']:,}" for each in users["points"]]
+        waits[-1] += ". Give an SLO, such as --slo-ttft-ms 1000"
         return f"Without an SLO any number of users fits on {servers}: TTFT p99 is {', '.join(waits)}"
     kept = next((point["slo_ratio"] for point in users["points"] if point["users"] == fails), None)
     if not answers:
