@@ -26,7 +26,6 @@ from kvarts.sim.traffic.trace import NO_PREFIXES
 from kvarts.sim.trials import ReplayTrials
 
 if TYPE_CHECKING:
-    from kvarts.plan.league import League
     from kvarts.sim.config import ReplayConfig
     from kvarts.sim.replay import Traffic
     from kvarts.sim.traffic.trace import Trace
@@ -251,12 +250,8 @@ def make_plan(
             if on_answer is not None and config is not None and trace.knows_prefixes:
                 on_answer(lead(values), NUM_POINTS)
             if policies:
-                league = _league(counted, policies, config, answers, on_replay, processes)
-                rows = league.to_builtins(at if at is not None else counted.sizes_under_pressure)
-                values["league"] = rows
-                if config is not None:
-                    error = cost_error_of(config, trace) if cost_error is None else cost_error
-                    values["league_lead"] = league.lead(rows, error)
+                error = cost_error if cost_error is not None or config is None else cost_error_of(config, trace)
+                values |= _league(counted, policies, config, at, error, answers, on_replay, processes)
             if config is not None:
                 known = prices_of(prices, config.cost)
                 if not _has_slo(config):
@@ -353,15 +348,20 @@ def _league(
     curves: HitPlan,
     policies: Sequence[Any],
     config: ReplayConfig | None,
+    sizes: Sequence[int] | None,
+    cost_error: float | None,
     commands: CommandLines,
     on_replay: Callable[[], object] | None,
     processes: Processes,
-) -> League:
-    """Return the comparison of policies. Raise SettingError for one that is unknown."""
+) -> dict[str, Any]:
+    """Return a row per policy and size, rows of replays, and the one that gains most; None without replays.
+
+    `sizes`: None: the main knee and half of it. `cost_error`: of the steps of `config`.
+    """
     from kvarts.plan.league import League
 
     try:
-        return League(
+        league = League(
             curves,
             policies,
             config=config,
@@ -372,6 +372,8 @@ def _league(
         )
     except ConfigError as error:
         raise SettingError(error.what, "policy", hint=error.hint) from error
+    rows = league.to_builtins(sizes if sizes is not None else curves.sizes_under_pressure)
+    return {"league": rows, "league_lead": league.lead(rows, cost_error or 0.0)}
 
 
 def _tiers(
