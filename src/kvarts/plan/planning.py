@@ -250,8 +250,7 @@ def make_plan(
             if on_answer is not None and config is not None and trace.knows_prefixes:
                 on_answer(lead(values), NUM_POINTS)
             if policies:
-                error = cost_error if cost_error is not None or config is None else cost_error_of(config, trace)
-                values |= _league(counted, policies, config, at, error, answers, on_replay, processes)
+                values |= _league(counted, policies, config, at, cost_error, answers, on_replay, processes)
             if config is not None:
                 known = prices_of(prices, config.cost)
                 if not _has_slo(config):
@@ -356,7 +355,7 @@ def _league(
 ) -> dict[str, Any]:
     """Return a row per policy and size, rows of replays, and the one that gains most; None without replays.
 
-    `sizes`: None: the main knee and half of it. `cost_error`: of the steps of `config`.
+    `sizes`: None: the main knee and half of it. `cost_error`: None: that of the steps of `config`.
     """
     from kvarts.plan.league import League
 
@@ -373,7 +372,10 @@ def _league(
     except ConfigError as error:
         raise SettingError(error.what, "policy", hint=error.hint) from error
     rows = league.to_builtins(sizes if sizes is not None else curves.sizes_under_pressure)
-    return {"league": rows, "league_lead": league.lead(rows, cost_error or 0.0)}
+    if config is None:
+        return {"league": rows}
+    error = cost_error_of(config, curves.trace) if cost_error is None else cost_error
+    return {"league": rows, "league_lead": league.lead(rows, error)}
 
 
 def _tiers(
