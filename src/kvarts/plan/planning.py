@@ -374,8 +374,8 @@ def _league(
     rows = league.to_builtins(sizes if sizes is not None else curves.sizes_under_pressure)
     if config is None:
         return {"league": rows}
-    error = cost_error_of(config, curves.trace) if cost_error is None else cost_error
-    return {"league": rows, "league_lead": league.lead(rows, error)}
+    of_steps = cost_error_of(config, curves.trace) if cost_error is None else cost_error
+    return {"league": rows, "league_lead": league.lead(rows, of_steps)}
 
 
 def _tiers(
