@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,14 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvarts
-from kvarts import ConfigError
+from kvarts import ConfigError, FleetConfig, PoolConfig
 from kvarts.cli.argument_lines import options_of, settings_of_line
 from kvarts.cost.polynomial import LinearCost
 from kvarts.plan import Plan
 from kvarts.plan.cache import CachePlan
+from kvarts.plan.confidence import cost_error_of
 from kvarts.plan.fleets import plan_fleets
 from kvarts.plan.latency import LatencyPlan
-from kvarts.plan.purchases import FEW, Prices, host_sizes, policies_of, with_memory
+from kvarts.plan.purchases import FEW, Prices, host_sizes, load_prices, policies_of, with_memory
 from kvarts.plan.replays import share_kept
 from kvarts.plan.routers import RoutersPlan
 from kvarts.plan.serve_lines import serve_lines
@@ -98,9 +100,15 @@ def test_the_answer_is_the_cheapest_of_a_grid_within_one_step(
 def test_the_line_of_vllm_is_the_configuration() -> None:
     """Reading the line again gives the settings that were replayed, and vLLM has each option."""
     config = ReplayConfig.for_device(
-        "qwen3-30b-a3b", "h100-80gb", tensor_parallel=1, data_parallel=2, expert_parallel=2, max_seqs=64
+        "qwen3-30b-a3b",
+        "h100-80gb",
+        tensor_parallel=1,
+        data_parallel=2,
+        expert_parallel=2,
+        max_seqs=64,
+        memory_fraction=0.85,
     )
-    lines = serve_lines(config, {"host_bytes": 3 << 30, "policy": "eager"}, 0.85)
+    lines = serve_lines(config, {"host_bytes": 3 << 30, "policy": "eager"})
     words = shlex.split(lines["vllm"])
     assert words[:3] == ["vllm", "serve", "Qwen/Qwen3-30B-A3B"]
     known = {name for names in options_of("--vllm-args").values() for name in names}
@@ -118,8 +126,68 @@ def test_the_line_of_vllm_is_the_configuration() -> None:
     assert "--attn-dp-size 2 --ep-size 2" in lines["sglang"] and "--hicache-size 4" in lines["sglang"]
     known = {name for names in options_of("--sglang-args").values() for name in names}
     assert {word[2:] for word in shlex.split(lines["sglang"]) if word.startswith("--")} <= known
-    assert set(serve_lines(config, {"host_bytes": 3 << 30, "policy": "lazy"}, None)) == {"vllm"}
-    assert serve_lines(config, {"host_bytes": 3 << 30, "policy": "exclusive"}, None) == {}
+    assert set(serve_lines(config, {"host_bytes": 3 << 30, "policy": "lazy"})) == {"vllm"}
+    assert serve_lines(config, {"host_bytes": 3 << 30, "policy": "exclusive"}) == {}
+
+
+def lines_of(model: str, device: str, **settings: Any) -> dict[str, str]:
+    config = ReplayConfig.for_device(model, device, **settings)
+    return serve_lines(config, {"host_bytes": 0, "policy": None})
+
+
+def test_lines_of_servers_name_the_repository_that_was_given() -> None:
+    """GLM-4.6 and GLM-4.7 have one config, and one name of a preset."""
+    lines = lines_of("zai-org/GLM-4.6", "8xH200")
+    assert " zai-org/GLM-4.6 " in lines["vllm"] and " zai-org/GLM-4.6 " in lines["sglang"]
+    assert " zai-org/GLM-4.7 " in lines_of("glm-4.7", "8xH200")["vllm"]
+
+
+def test_lines_of_servers_have_what_was_given() -> None:
+    """Host memory, the size of KV memory, formats and drafts, without which another server would start."""
+    lines = lines_of("llama-3.1-8b", "h100-80gb", host_memory="20GiB", weight_dtype="fp8", kv_dtype="fp8")
+    assert '"host_memory": "20GiB"' in lines["vllm"] and "--hicache-size 22" in lines["sglang"]
+    assert "--kv-cache-dtype fp8 " in lines["vllm"] and "--kv-cache-dtype fp8_e4m3 " in lines["sglang"]
+    assert all("--quantization fp8" in line for line in lines.values())
+    lines = lines_of("deepseek-v3", "8xH200", speculative_tokens=1, acceptance="0.8", kv_memory="40GiB")
+    assert '--speculative-config \'{"method": "mtp", "num_speculative_tokens": 1}\'' in lines["vllm"]
+    assert f"--kv-cache-memory-bytes {40 << 30}" in lines["vllm"]
+    assert "--speculative-num-draft-tokens 2" in lines["sglang"] and "--max-total-tokens " in lines["sglang"]
+    assert "--num-gpu-blocks-override 5001 " in lines_of("llama-3.1-8b", "h100-80gb", pages=5000)["vllm"]
+    assert lines_of("llama-3.1-8b", "h100-80gb", weight_dtype="int4") == {}
+    lines = lines_of("llama-3.1-8b", "h100-80gb", kv_dtype="int8")
+    assert [*lines] == ["vllm"] and "--kv-cache-dtype int8_per_token_head" in lines["vllm"]
+    assert [*lines_of("llama-3.1-8b", "h100-80gb", engine="sglang")] == ["sglang"]
+    assert lines_of("llama-3.1-8b", "h100-80gb", engine="tensorrt-llm") == {}
+
+
+def test_vllm_starts_where_a_request_of_the_model_s_length_does_not_fit() -> None:
+    assert "--max-model-len auto" in lines_of("moonshotai/Kimi-K2-Instruct", "8xH200")["vllm"]
+    assert "--max-model-len" not in lines_of("llama-3.1-8b", "h100-80gb")["vllm"]
+
+
+def test_each_pool_of_a_fleet_has_its_lines() -> None:
+    each = ReplayConfig.for_device("llama-3.1-8b", "h100-80gb")
+    fleet = FleetConfig(pools=(PoolConfig(role="prefill", each=each), PoolConfig(role="decode", each=each)))
+    apart = serve_lines(fleet, {"host_bytes": 0, "policy": None})
+    assert [*apart] == ["vllm prefill", "sglang prefill", "vllm decode", "sglang decode"]
+    assert "NixlConnector" in apart["vllm decode"] and "--disaggregation-mode prefill" in apart["sglang prefill"]
+
+
+def test_a_stage_on_each_node_is_part_of_the_line() -> None:
+    lines = lines_of("deepseek-v3", "h200-141gb", tensor_parallel=8, pipeline_parallel=2)
+    assert "--pipeline-parallel-size 2 --nnodes 2 --node-rank 0" in lines["vllm"]
+    assert "--pp-size 2 --nnodes 2 --node-rank 0" in lines["sglang"]
+
+
+def test_a_short_name_of_a_device_is_the_device(tmp_path: Path) -> None:
+    """Measurements and prices of H100 are those of h100-80gb."""
+    configs = [ReplayConfig.for_device("llama-3.1-8b", name) for name in ("h100-80gb", "H100", "1xh100")]
+    agents = load_trace("sample:agents")
+    assert {config.cost.evidence for config in configs} == {"measured"}
+    assert len({cost_error_of(config, agents) for config in configs}) == 1
+    path = tmp_path / "prices.toml"
+    path.write_text('date = "2026-11-01"\ncurrency = "EUR"\n[per_hour]\nh100-80gb = 2.5\nhost_gib = 0.004\n')
+    assert load_prices(path, "H100").device == load_prices(path, "h100-80gb").device == 2.5
 
 
 @pytest.mark.parametrize(
@@ -290,15 +358,12 @@ def test_interrupted_searches_for_users_fleets_and_routers_have_what_was_replaye
     settings: dict[str, Any] = {"model": "llama-3.1-8b", "device": "h100-80gb", "slo_ttft_ms": 5_000}
     config = ReplayConfig.for_device(**settings, replicas=2)
 
-    def command(*_: object) -> str:
-        return ""
-
-    users = UsersPlan(agents, config, 1, 8, command=command, slo_share=0.5, on_replay=InterruptAt(3)).to_builtins()
+    users = UsersPlan(agents, config, 1, 8, slo_share=0.5, on_replay=InterruptAt(3)).to_builtins()
     assert not users["is_complete"] and [point["users"] for point in users["points"]] == [1, 2]
     kept = [point["users"] for point in users["points"] if point["slo_ratio"] >= 0.5]
     assert users["fits"] == max(kept, default=None) and users["host"] is None
     names = ["prefix", "session", "least-loaded"]
-    routers = RoutersPlan(agents, config, names, command=command, on_replay=InterruptAt(2)).to_builtins()
+    routers = RoutersPlan(agents, config, names, on_replay=InterruptAt(2)).to_builtins()
     assert not routers["is_complete"] and [point["router"] for point in routers["points"]] == names[:2]
     fleets = plan_fleets(agents, 2, slo_share=0.9, on_replay=InterruptAt(3), **settings).values["fleets"]
     assert not fleets["is_complete"] and fleets["num_replayed"] == 3 and fleets["options"]

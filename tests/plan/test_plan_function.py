@@ -18,7 +18,9 @@ from kvarts.plan import Plan
 from kvarts.plan.fleets import plan_fleets
 from kvarts.plan.page import render_page
 from kvarts.plan.purchases import Prices
+from kvarts.plan.routers import plan_routers
 from kvarts.plan.series import charts_of
+from kvarts.plan.users import plan_users
 from kvarts.sim.routers.policies import RoundRobinPolicy
 from kvarts.sim.traffic.editing import sliced
 
@@ -56,6 +58,24 @@ def test_the_command_is_the_function(few: Trace, run_command: Any, capsys: Any) 
     assert bare(printed) == bare(values)
 
 
+def test_the_command_of_curves_is_the_function(path_of_few: Path, run_command: Any, capsys: Any) -> None:
+    assert run_command("plan", "curve", path_of_few, "--page-size", 64, "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    plan = kvarts.plan(path_of_few, page_size=64)
+    assert bare(printed) == bare(json.loads(plan.to_json()))
+
+
+def test_policies_with_a_model_are_compared_in_worlds(few_agents: tuple[Path, Path]) -> None:
+    config = ReplayConfig.for_device("llama-3.1-8b", "h100-80gb", pages=1_500)
+    plan = kvarts.plan(few_agents[0], config, at=[1_000], policies=["session-aware"])
+    lead = plan.values["league_lead"]
+    assert lead["policy"] == "session-aware" and lead["confidence"]["of"] == 10
+    ours, of_lru = (lead["ttft_ms_mean"][name] for name in ("policy", "lru"))
+    assert lead["is_ahead"] == (ours < of_lru)
+    assert f"{lead['confidence']['kept']} of 10 worlds" in plan.advice
+    assert plan.advice in " ".join(plan.to_text().split())
+
+
 def bare(value: Any) -> Any:
     """Return values without command lines, which only commands have."""
     if isinstance(value, dict):
@@ -87,6 +107,66 @@ def test_the_command_of_fleets_is_the_function(path_of_few: Path, run_command: A
     settings: dict[str, Any] = {"model": "llama-3.1-8b", "device": "h100-80gb", "slo_ttft_ms": 2_000}
     values = json.loads(plan_fleets(path_of_few, 2, slo_share=0.5, **settings).to_json())
     assert bare(printed) == bare(values) and values["fleets"]["confidence"]["of"] == 10
+
+
+OF_SERVER = ("--model", "llama-3.1-8b", "--device", "H100", "--json")
+PRICES = 'date = "2026-11-01"\ncurrency = "EUR"\n[per_hour]\nh100-80gb = 2.5\nhost_gib = 0.004\n'
+
+
+@pytest.fixture
+def few_agents(tmp_path: Path) -> tuple[Path, Path]:
+    """Return a trace of sessions, and prices."""
+    trace, prices = tmp_path / "few-agents.jsonl", tmp_path / "prices.toml"
+    prices.write_text(PRICES)
+    rows: list[dict[str, Any]] = [
+        {
+            "timestamp": 100 * session + 10 * turn,
+            "input_length": 2000 * (turn + 1),
+            "output_length": 20,
+            "hash_ids": [*range(10 * session, 10 * session + 4 * (turn + 1))],
+            "session_id": f"s{session}",
+            **({"delay": 50} if turn else {}),
+        }
+        for session in range(5)
+        for turn in range(3)
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in sorted(rows, key=lambda row: row["timestamp"])))
+    return trace, prices
+
+
+def test_the_command_of_users_is_the_function(few_agents: tuple[Path, Path], run_command: Any, capsys: Any) -> None:
+    trace, prices = few_agents
+    line = ("plan", "users", trace, *OF_SERVER, "--users", "1..8", "--slo-ttft-ms", 150, "--slo-share", 0.7)
+    assert run_command(*line, "--prices", prices) == 0
+    printed = json.loads(capsys.readouterr().out)
+    config = ReplayConfig.for_device("llama-3.1-8b", "H100", slo_ttft_ms=150)
+    plan = plan_users(trace, config, 1, 8, slo_share=0.7, prices=prices)
+    assert bare(printed) == bare(json.loads(plan.to_json()))
+    users = plan.values["users"]
+    answer = plan.options[0]
+    assert answer["users"] == users["fits"] and users["confidence"]["of"] == 10
+    assert f"{users['fits']} users fit on 1 GPU, in {users['confidence']['kept']} of 10 worlds" in plan.advice
+    assert f"EUR {2.5 / users['fits']:.2f} per user" in plan.advice and "per million tokens" in plan.advice
+    assert {"step_times", "prompt_length", "agents", "memory", "hit_ratio"} == users["sensitivity"].keys()
+    assert answer["would_change"] and answer["serve"].keys() == {"vllm", "sglang"}
+    assert plan.advice in " ".join(plan.to_text().split()) and plan.to_html() and plan._repr_html_()
+
+
+def test_the_command_of_routers_is_the_function(few_agents: tuple[Path, Path], run_command: Any, capsys: Any) -> None:
+    trace, prices = few_agents
+    line = ("plan", "routers", trace, *OF_SERVER, "--replicas", 2, "--routers", "session,round-robin")
+    assert run_command(*line, "--prices", prices) == 0
+    printed = json.loads(capsys.readouterr().out)
+    config = ReplayConfig.for_device("llama-3.1-8b", "H100", replicas=2)
+    plan = plan_routers(trace, config, ["session", "round-robin"], prices=prices)
+    assert bare(printed) == bare(json.loads(plan.to_json()))
+    routers = plan.values["routers"]
+    means = {point["router"]: point["ttft_ms"]["mean"] for point in routers["points"]}
+    assert routers["best"]["router"] == min(means, key=lambda name: means[name])
+    assert " on 2 GPUs" in plan.advice and f"in {routers['confidence']['kept']} of 10 worlds" in plan.advice
+    assert "It costs EUR 5.00 an hour" in plan.advice
+    assert {"step_times", "rate", "prompt_length", "agents"} == routers["sensitivity"].keys()
+    assert plan.advice in " ".join(plan.to_text().split()) and plan.to_html() and plan._repr_html_()
 
 
 def test_pools_apart_get_host_memory_too() -> None:

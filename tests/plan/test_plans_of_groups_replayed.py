@@ -64,7 +64,7 @@ def test_points_of_latency(trace: Trace, config: ReplayConfig) -> None:
 
 @given(small_traces().filter(lambda trace: trace.has_sessions), configs(), st.integers(2, 5))
 def test_points_of_users(trace: Trace, config: ReplayConfig, most_users: int) -> None:
-    plan = UsersPlan(trace, config, 1, most_users, command=lambda *_: "", slo_share=0.8).to_builtins()
+    plan = UsersPlan(trace, config, 1, most_users, slo_share=0.8).to_builtins()
     assert plan["points"]
     for point in plan["points"]:
         copies = -(-point["users"] // plan["num_sessions"])

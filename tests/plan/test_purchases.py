@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvarts.base.errors import InputError
-from kvarts.plan.purchases import FEW, GIB, Prices, Purchase, load_prices, with_host_memory
+from kvarts.plan.purchases import FEW, GIB, NEAR, Prices, Purchase, load_prices, with_host_memory
 
 SIZES = [4 * GIB, 16 * GIB, 64 * GIB, 256 * GIB]
 POLICIES = ("eager", "lazy", "exclusive")
@@ -45,9 +45,9 @@ def test_the_search_finds_the_cheapest_of_all(
         factor = worths[3 * bought.shape + POLICIES.index(bought.policy)] if place else 0
         return bought.num_devices * (5 + bought.shape) + factor * place >= enough
 
-    def ask(bought: Purchase) -> bool:
+    def ask(bought: Purchase) -> float:
         asked.append(bought)
-        return keeps(bought)
+        return 0.0 if keeps(bought) else 1.0
 
     alone = [bought for lines in shapes for bought in lines if keeps(bought)]
     limit = min((bought.price(prices) for bought in alone), default=float("inf"))
@@ -66,6 +66,26 @@ def test_the_search_finds_the_cheapest_of_all(
         min(each, default=float("inf")) for each in ([bought.price(prices) for bought in found], cheaper)
     )
     assert least <= least_of_grid if hurt else least == least_of_grid
+
+
+@given(
+    far=st.integers(0, 20),
+    lacking=st.lists(st.floats(-0.05, NEAR), min_size=1, max_size=20),
+    price=st.sampled_from([1 / 1024, 1 / 64]),
+)
+@example(5, [0.0, 0.01, NEAR, 0.01, 0.01], 1 / 1024)
+def test_where_more_memory_loses_a_few_requests_the_cheapest_is_found(
+    far: int, lacking: list[float], price: float
+) -> None:
+    """Sizes that miss the SLO by far, larger ones of which some lack a few, and one that keeps it."""
+    lacks = [0.5] * far + lacking + [0.0]
+    sizes = [(place + 1) * GIB for place in range(len(lacks))]
+    prices = Prices(host_gib=price)
+    found = with_host_memory(
+        [[Purchase(1)]], sizes, ["lazy"], prices, lambda bought: lacks[sizes.index(bought.host_bytes)], float("inf")
+    )
+    kept = [size for size, lack in zip(sizes, lacks, strict=True) if lack <= 0]
+    assert [bought.host_bytes for bought in found][-1:] == kept[:1]
 
 
 def test_a_file_of_prices_has_a_date_and_names_the_device(tmp_path: Path) -> None:

@@ -364,15 +364,15 @@ def slo_command(prices: Path | None, **values: Any) -> None:
         "--users", metavar="LOW..HIGH", type=_Range(), required=True,
         help="Sessions of the trace in a closed loop, LOW to HIGH at a time.",
     ),
-    slo_share_option, workers_option, html_option, open_option(results),
+    prices_option, slo_share_option, cost_error_option, quick_option, workers_option, html_option, open_option(results),
 )  # fmt: skip
-def users_command(users: tuple[int, int], **values: Any) -> None:
+def users_command(users: tuple[int, int], prices: Path | None, **values: Any) -> None:
     """Find how many users fit: sessions of a TRACE, each of which waits for its answers."""
     from kvarts.plan import tables
 
     asked = _Asked(values)
     options = asked.options(asked.config())
-    found = options.users(*users)
+    found = options.users(*users, prices)
     found["command"] = options.plan("--users", f"{users[0]}..{users[1]}", *asked.own)
     asked.write(found, tables.render_users)
     end_interrupted(found["users"])
@@ -421,17 +421,18 @@ def fleet_command(gpus: int, routers: str | None, store_sizes: str | None, price
         "--router-ages", "ages", metavar="TIME,..",
         help="Compare them with metrics and cache events of this age: 0,50ms,1s.",
     ),
-    workers_option,
+    prices_option, cost_error_option, quick_option, workers_option,
 )  # fmt: skip
-def routers_command(routers: str, ages: str | None, **values: Any) -> None:
+def routers_command(routers: str, ages: str | None, prices: Path | None, **values: Any) -> None:
     """Compare routers on a TRACE, with --replicas."""
     from kvarts.plan import tables
 
     asked = _Asked(values)
     config = asked.config(**({} if ages is None else {"late_events": "router_ages"}))
     options = asked.options(config)
-    found = options.routers(routers, ages)
-    found["command"] = options.plan("--routers", routers, *(() if ages is None else ("--router-ages", ages)))
+    found = options.routers(routers, ages, prices)
+    of_ages = () if ages is None else ("--router-ages", ages)
+    found["command"] = options.plan("--routers", routers, *of_ages, *asked.own)
     asked.write(found, tables.render_routers)
     end_interrupted(found["routers"])
 

@@ -13,8 +13,7 @@ from kvarts.base.errors import ConfigError
 from kvarts.base.settings import SettingError, parts_of_error
 from kvarts.cli.process import Progress, tell_whole_pages
 from kvarts.cli.replaying import all_sections
-from kvarts.plan.commands import CommandLines, command_line, listed_tiers
-from kvarts.sim.report.advice import as_size
+from kvarts.plan.commands import CommandLines, command_line, of_host_memory
 from kvarts.sim.traffic.settings import OF_TEXTS
 
 if TYPE_CHECKING:
@@ -79,15 +78,6 @@ class PlanOptions(CommandLines):
         self._command = command
         self._flags = flags
 
-    @property
-    def memory_fraction(self) -> float | None:
-        """The given share of a device's memory, or that of the given engine."""
-        from kvarts.sim.config import with_engine
-        from kvarts.sim.hardware import DeviceSettings
-
-        given = with_engine(self._given, DeviceSettings) if "engine" in self._given else self._given
-        return given["memory_fraction"] if "memory_fraction" in given else None  # noqa: SIM401  (not a dict)
-
     def plan(self, *more: str) -> str:
         """Return the command line of the plan; with `more`, that of another plan of the same trace."""
         command = ("plan", *([] if self._command == "slo" else [self._command]))
@@ -143,51 +133,57 @@ class PlanOptions(CommandLines):
         except SettingError as error:
             raise _as_options(error) from error
 
-    def users(self, low: int, high: int) -> dict[str, Any]:
-        """Return how many users fit."""
-        from kvarts.plan.users import UsersPlan
+    def users(self, low: int, high: int, prices: Path | None) -> dict[str, Any]:
+        """Return how many users fit. `prices`: a file of them."""
+        from kvarts.plan.users import plan_users
 
         config = self._timed("--users")
         try:
             with Progress("planning", None, "replays") as progress:
-                users = UsersPlan(
+                return plan_users(
                     self._traffic,
                     config,
                     low,
                     high,
-                    command=self._users_command,
+                    commands=self,
                     slo_share=self._call.slo_share,
+                    cost_error=self._call.cost_error,
+                    prices=prices,
+                    quick=self._call.quick,
                     workers=self._call.workers,
                     on_replay=progress.update,
-                ).to_builtins()
+                    on_answer=progress.firm_up,
+                ).values
         except ConfigError as error:
             if error.field != "users":
                 raise
             raise ConfigError(error.what, field="--users", hint="Give a trace with sessions.") from error
-        return self._answer(config, users=users)
 
-    def routers(self, names: str, ages: str | None) -> dict[str, Any]:
-        """Return the comparison of routers. `names` and `ages`: lists separated by commas."""
-        from kvarts.plan.routers import RoutersPlan
+    def routers(self, names: str, ages: str | None, prices: Path | None) -> dict[str, Any]:
+        """Return the comparison of routers. `names` and `ages`: lists separated by commas; `prices`: a file of them."""
+        from kvarts.plan.routers import plan_routers
         from kvarts.sim.routers.policies import split_names
 
         config = self._timed("--routers")
         try:
             with Progress("planning", None, "replays") as progress:
-                routers = RoutersPlan(
+                return plan_routers(
                     self._traffic,
                     config,
                     split_names(names),
                     [] if ages is None else [age.strip() for age in ages.split(",")],
-                    command=self.replay,
+                    commands=self,
+                    cost_error=self._call.cost_error,
+                    prices=prices,
+                    quick=self._call.quick,
                     workers=self._call.workers,
                     on_replay=progress.update,
-                ).to_builtins()
+                    on_answer=progress.firm_up,
+                ).values
         except SettingError as error:
             of_names = ("router", "routers")
             error.fields = tuple("routers" if field in of_names else "router_ages" for field in error.fields)
             raise _as_options(error) from error
-        return self._answer(config, routers=routers)
 
     def fleets(self, kinds: FleetKinds, prices: Path | None) -> dict[str, Any]:
         """Return the search among `kinds` of fleets. `prices`: a file of them."""
@@ -202,7 +198,6 @@ class PlanOptions(CommandLines):
                 slo_share=self._call.slo_share,
                 cost_error=self._call.cost_error,
                 prices=prices_of(prices, kinds.first.cost),
-                memory_fraction=self.memory_fraction,
                 workers=self._call.workers,
                 on_replay=progress.update,
                 on_answer=progress.firm_up,
@@ -220,20 +215,12 @@ class PlanOptions(CommandLines):
             raise ConfigError("needs a model and a device, or a cost", field=option, hint=GIVE_MODEL)
         return self._config
 
-    def _answer(self, config: ReplayConfig, **found: Any) -> dict[str, Any]:
-        """Return the results `found`, after the trace and the configuration that produced them."""
-        return {
-            "trace": self._traffic.name,
-            "setting": f"pages of {config.page_size} tokens, {config.num_pages:,} a replica",
-            "config": config.to_builtins(),
-            **found,
-        }
-
-    def _users_command(self, users: int, copies: int, host_bytes: int, settings: Mapping[str, Any]) -> str:
+    def users_replay(self, users: int, copies: int, host_bytes: int, policy: str, settings: Mapping[str, Any]) -> str:
+        """Return the command line of a replay of users, after that of the copies of the trace if it needs more."""
         changes: dict[str, Any] = {"concurrency": users, **settings}
         if host_bytes:
-            listed = [] if self._config is None else listed_tiers(self._config)
-            changes[f"tier.{listed[0]}.size" if listed else "offload.host_memory"] = as_size(host_bytes)
+            assert self._config is not None
+            changes |= of_host_memory(self._config, host_bytes, policy)
         if copies == 1:
             return self.replay(changes)
         if self._call.trace is None:

@@ -279,7 +279,7 @@ def _constants(values: dict[str, Any], path: Path | str) -> Constants:
 
 
 class MeasuredOn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The model, device and parallelism of a measured run."""
+    """The model, device and parallelism of a measured run. A short name of a device becomes that of its preset."""
 
     llm: str
     device: str
@@ -287,6 +287,11 @@ class MeasuredOn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_parallel: int = 1
     expert_parallel: int = 1
     pipeline_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        from kvarts.cost.hardware.device import preset_name
+
+        msgspec.structs.force_setattr(self, "device", preset_name(self.device))
 
 
 class Uncertainty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -513,7 +518,8 @@ class RooflineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         if self.uncertainty is not None and self.uncertainty.measured:
             return EVIDENCE_OF[self.uncertainty.share_of(self.measured_on)]
         measured = shipped_constants().measured
-        if self.device not in measured:
+        device = self.hardware.name
+        if device not in measured:
             return "extrapolated"
         name = self.geometry.name.rpartition("/")[2].lower().removesuffix("-instruct")
-        return "measured" if name in measured[self.device] else "near"
+        return "measured" if name in measured[device] else "near"

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvarts.base.settings import INLINE, SET, Given, Section, Setting, is_inline, settings_of
+from kvarts.sim.report.advice import as_size
 
 if TYPE_CHECKING:
     from kvarts.sim.config import ReplayConfig
 
-__all__ = ["CommandLines", "command_line", "listed_tiers"]
+__all__ = ["CommandLines", "command_line", "listed_tiers", "of_host_memory"]
 
 DROPPED_BY = {"pages": ("kv_memory",), "speedup": ("concurrency",)}
 
@@ -101,6 +102,16 @@ def listed_tiers(config: ReplayConfig) -> list[str]:
     return [tier["name"] for tier in offload.get("tiers", ())]
 
 
+def of_host_memory(config: ReplayConfig, host_bytes: int, policy: str) -> dict[str, Any]:
+    """Return the changes, by setting key, that add host memory per device: as the first tier of a list, if any."""
+    changes = {"offload.host_memory": as_size(host_bytes), "offload.policy": policy}
+    if not (listed := listed_tiers(config)):
+        return changes
+    assert config.offload is not None
+    size = {f"tier.{listed[0]}.size": changes.pop("offload.host_memory")}
+    return size if policy == config.offload.policy else {**size, **changes}
+
+
 def _is_from_command_line(given: Given, key: str) -> bool:
     """Return whether the value was given on the command line. Values from a file need no option: --config names it."""
     return given.source_of(key).path is None
@@ -118,15 +129,17 @@ class CommandLines:
     Here they are empty: those of a plan that was not made on the command line.
     """
 
-    @property
-    def memory_fraction(self) -> float | None:
-        """The share of a device's memory that the engine may use; None: its default."""
-        return None
-
     def plan(self, *more: str) -> str:
         """Return the command line of the plan, with `more` options."""
         return ""
 
     def replay(self, changes: Mapping[str, Any]) -> str:
         """Return the command line of a replay with `changes` by setting key; False drops a setting."""
+        return ""
+
+    def users_replay(self, users: int, copies: int, host_bytes: int, policy: str, settings: Mapping[str, Any]) -> str:
+        """Return the command line of a replay of `users` in a closed loop, of so many `copies` of the trace.
+
+        `host_bytes`: added per device, with a store policy.
+        """
         return ""

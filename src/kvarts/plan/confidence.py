@@ -7,7 +7,7 @@ exceeds 1 + the error that nine of ten measurements keep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvarts.base.units import as_percent
@@ -18,13 +18,16 @@ if TYPE_CHECKING:
     from kvarts.sim.traffic.trace import Trace
 
 __all__ = [
+    "EIGHTHS",
     "NUM_WORLDS",
     "SLOWER_WORLDS",
     "cost_error_of",
     "error_of",
     "find_confidence",
+    "find_lead",
     "how_long",
     "largest_rate",
+    "lead_factors",
     "shares_of_agents",
     "step_times",
     "world_factor",
@@ -44,6 +47,8 @@ worlds are 0.8, 0.9 and 1.4 (`benchmarks/plan_worlds.py`)."""
 MOST_ERROR = 0.9
 MOST_RATE = 64.0
 RATE_TOLERANCE = 0.1
+EIGHTHS = 8
+"""Parts of the KV memory of an answer: the fewest that are enough are found."""
 LENGTHS = (1.1, 1.25, 1.5, 2.0)
 """Factors on the lengths of prompts that are tried."""
 Share = Callable[..., float]
@@ -89,15 +94,36 @@ def find_confidence(replayed: Callable[[float], Outcome], cost: object, cost_err
     is_sure, least = replayed(world_factor(cost_error, NINE_IN_TEN))
     _, most = replayed(world_factor(cost_error, -NINE_IN_TEN))
     kept = num_kept(lambda factor: replayed(factor)[0], cost_error, is_sure=is_sure)
+    return {"goodput_per_s": {"least": least, "most": most}, **_stated(kept, cost, cost_error)}
+
+
+def _stated(kept: int, cost: object, cost_error: float) -> dict[str, Any]:
+    """Return in how many worlds an answer holds, and the evidence for its step times, JSON-able and in words."""
     evidence, error = _evidence(cost), as_percent(cost_error)
     return {
-        "goodput_per_s": {"least": least, "most": most},
         "kept": kept,
         "of": NUM_WORLDS,
         "cost_error": cost_error,
         "evidence": evidence,
         "text": f"in {kept} of {NUM_WORLDS} worlds ({evidence}: {WORDS[evidence]}; step times ± {error})",
     }
+
+
+def lead_factors(cost_error: float) -> list[float]:
+    """Return the factors on step times of all worlds, ascending."""
+    both = [*(-each for each in SLOWER_WORLDS), *SLOWER_WORLDS]
+    return sorted(world_factor(cost_error, each) for each in both)
+
+
+def find_lead(is_ahead: Sequence[bool], cost: object, cost_error: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the confidence in a choice that is ahead of others, and how long steps may be, both JSON-able.
+
+    `is_ahead`: in each world, in the order of `lead_factors`. A comparison may turn with shorter steps, too.
+    """
+    slower = list(zip(lead_factors(cost_error), is_ahead, strict=True))[len(SLOWER_WORLDS) :]
+    fails_at = next((factor for factor, ahead in slower if not ahead), None)
+    up_to = max((factor for factor, _ in slower if fails_at is None or factor < fails_at), default=1.0)
+    return _stated(sum(is_ahead), cost, cost_error), {"up_to": up_to, "fails_at": fails_at}
 
 
 def world_factor(cost_error: float, deviations: float) -> float:
@@ -211,6 +237,8 @@ def would_change(sensitivity: Mapping[str, Any]) -> list[str]:
         texts.append(f"prompts: {longer if length['up_to'] > 1 else 'they may not be a tenth longer'}")
     if (agents := sensitivity.get("agents")) is not None:
         texts.append(_of_agents(agents))
+    if (memory := sensitivity.get("memory")) is not None and memory["share"] < 1:
+        texts.append(f"memory: {as_percent(memory['share'])} of the KV memory would be enough")
     if (hits := sensitivity.get("hit_ratio")) is not None:
         fails_at = as_percent(hits["fails_at"], bound=hits["down_to"])
         until = "" if hits["fails_at"] is None else f", and not to {fails_at}"

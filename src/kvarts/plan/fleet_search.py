@@ -21,6 +21,7 @@ from kvarts.base.limits import check_whole
 from kvarts.base.settings import Flags, Given, Section, Setting, SettingError
 from kvarts.base.units import parse_bytes
 from kvarts.core.parts.combines import check_combination
+from kvarts.plan.purchases import devices_of
 from kvarts.sim.config import ReplayConfig, resolve_replay
 from kvarts.sim.fleet.config import resolve_fleet
 
@@ -32,7 +33,6 @@ __all__ = [
     "FleetKinds",
     "FleetOutcome",
     "FleetSearch",
-    "devices_of",
     "given_of_fleets",
     "workers_of",
 ]
@@ -506,8 +506,3 @@ def given_of_fleets(given: Given) -> list[str]:
 def workers_of(config: Any) -> list[ReplayConfig]:
     """Return the configuration of the workers of each pool; that of all if there are no pools."""
     return [pool.each for pool in config.pools] if hasattr(config, "pools") else [config]
-
-
-def devices_of(worker: ReplayConfig) -> int:
-    """Return the number of devices of a worker."""
-    return int(getattr(worker.cost, "tensor_parallel", 1)) * int(getattr(worker.cost, "pipeline_parallel", 1))

@@ -35,7 +35,6 @@ from kvarts.plan.fleet_search import (
     FleetKinds,
     FleetOutcome,
     FleetSearch,
-    devices_of,
     workers_of,
 )
 from kvarts.plan.latency import OnAnswer
@@ -43,14 +42,17 @@ from kvarts.plan.planning import FLEET_VALUES, Plan, prices_of
 from kvarts.plan.purchases import (
     Prices,
     Purchase,
+    devices_of,
     given_host_bytes,
     host_memory_of,
     host_sizes,
+    per_million_tokens,
     policies_of,
     with_host_memory,
 )
 from kvarts.plan.replays import NO_CHANGE, changed_summary, share_kept
 from kvarts.plan.serve_lines import serve_lines
+from kvarts.plan.tables import money_of
 from kvarts.sim.config import SECTIONS, TABLES, ReplayConfig
 from kvarts.sim.fleet.config import SECTIONS as FLEET_SECTIONS
 from kvarts.sim.replay import Traffic, trace_of
@@ -90,7 +92,6 @@ class FleetsPlan:
         slo_share: float = 0.99,
         cost_error: float | None = None,
         prices: Prices | None = None,
-        memory_fraction: float | None = None,
         workers: int | None = 1,
         on_replay: Callable[[], object] | None = None,
         on_answer: OnAnswer | None = None,
@@ -106,7 +107,6 @@ class FleetsPlan:
         self._on_answer = on_answer or (lambda *_: None)
         self._cost_error = cost_error_of(kinds.first, trace) if cost_error is None else cost_error
         self._prices = prices or Prices()
-        self._memory_fraction = memory_fraction
         self._points: dict[Fleet, Point] = {}
         self._configs: dict[str, Any] = {}
         """What was replayed, by the names of points."""
@@ -234,14 +234,14 @@ class FleetsPlan:
                 continue
             by_line = {Purchase(search.devices(fleet), fleet.family): fleet for fleet in fleets}
 
-            def keeps(bought: Purchase, by_line: Mapping[Purchase, Fleet] = by_line) -> bool:
+            def lacks(bought: Purchase, by_line: Mapping[Purchase, Fleet] = by_line) -> float:
                 if bought not in self._bought:
                     line = Purchase(bought.num_devices, bought.shape)
                     self._bought[bought] = self._with_host_memory(by_line[line], bought, processes)
-                return self._keeps(self._bought[bought])
+                return self._slo_share - float(self._bought[bought]["slo_ratio"])
 
             limit = self._least_price(self._within(search))
-            with_host_memory([list(by_line)], sizes, policies_of(worker), self._prices, keeps, limit)
+            with_host_memory([list(by_line)], sizes, policies_of(worker), self._prices, lacks, limit)
 
     def _host_lines(self, search: FleetSearch, most_devices: int) -> Iterator[list[Fleet]]:
         """Yield the fleets that host memory is added to, per shape, the fewest devices first.
@@ -434,9 +434,15 @@ class FleetsPlan:
             "would_change": changes,
             "host_bytes": point["host_bytes"],
             "policy": point["policy"],
-            "price_per_hour": point["price_per_hour"],
-            "serve": serve_lines(config, point, self._memory_fraction) if isinstance(config, ReplayConfig) else {},
+            **self._priced(point),
+            "serve": serve_lines(config, point),
         }
+
+    def _priced(self, point: Point) -> dict[str, float | None]:
+        """Return the prices of a fleet, per hour and per million tokens."""
+        price = point["price_per_hour"]
+        per_million = per_million_tokens(self._trace, price, self._kinds.first)
+        return {"price_per_hour": price, "price_per_million_tokens": per_million}
 
     def _best(self, points: Sequence[Point]) -> Point:
         """Return the first of `points`, in their order, that keeps the SLO; without any, the highest share kept."""
@@ -461,6 +467,8 @@ class FleetsPlan:
             answer = f"{_in_words(best)}{instead} {verb} the SLO for {share} of requests"
             if self._confidence is not None:
                 answer += f", {self._confidence['text']}"
+            if self._prices.currency:
+                answer += f". {money_of(self._priced(best), self._prices.currency)}"
         else:
             kept = as_percent(best["slo_ratio"], bound=self._slo_share)
             answer = f"No fleet of at most {_counted(self._most_devices, 'GPU')} keeps the SLO for {share} of "
@@ -512,7 +520,6 @@ def plan_fleets(
         slo_share=slo_share,
         cost_error=cost_error,
         prices=prices_of(prices, kinds.first.cost),
-        memory_fraction=given["memory_fraction"] if "memory_fraction" in given else None,  # noqa: SIM401  (not a dict)
         workers=workers,
         on_replay=on_replay,
     )

@@ -22,6 +22,7 @@ from kvarts.base.units import as_hits, as_percent
 from kvarts.core.parts.combines import check_combination
 from kvarts.plan.cache import HitPlan
 from kvarts.plan.confidence import (
+    EIGHTHS,
     cost_error_of,
     find_confidence,
     how_long,
@@ -37,6 +38,7 @@ from kvarts.plan.purchases import (
     between,
     first_from,
     host_sizes,
+    per_million_tokens,
     policies_of,
     with_host_memory,
 )
@@ -59,11 +61,9 @@ __all__ = [
 
 NUM_POINTS = 5
 NEARLY_ALL = 0.99
-EIGHTHS = 8
 MOST_REPLICAS = 64
 MOST_WITH_HOST = 8
 """Most replicas that are tried with host memory if no number of them keeps the SLO without."""
-NS_PER_HOUR = 3_600_000_000_000
 Option = dict[str, Any]
 Found = TypeVar("Found")
 OnAnswer = Callable[[str, int], object]
@@ -198,7 +198,7 @@ class AnswerSearch:
             self._sizes,
             policies_of(self._config),
             self._prices,
-            lambda bought: self._keeps(replays, option(bought)),
+            lambda bought: self._slo_share - replays.share(option(bought)),
             self.price(replays, alone) if alone is not None else float("inf"),
         )
         return [option(bought) for bought in found]
@@ -490,7 +490,9 @@ class LatencyPlan:
             option["keeps_slo"] = bool(found["steps"])
             option["named"] = self._replays.named(step)
             option["price_per_hour"] = self._search.price(self._replays, step)
-            option["price_per_million_tokens"] = self._per_million(option["price_per_hour"])
+            option["price_per_million_tokens"] = per_million_tokens(
+                self._plan.trace, option["price_per_hour"], self._config
+            )
             options.append(option)
         if found["steps"]:
             below = self._below(steps[0])
@@ -514,12 +516,3 @@ class LatencyPlan:
         if cheaper is None or not self._replays.has(cheaper):
             return None
         return self._replays.named(cheaper), self._replays.at(cheaper)["slo_ratio"]
-
-    def _per_million(self, price: float) -> float | None:
-        """Return the price of a million tokens, prompts and answers, at the rate of the trace; None without one."""
-        requests = self._plan.trace.requests or ()
-        last_ns = max((request.arrival_ns for request in requests), default=0) / self._config.speedup
-        num_tokens = sum(request.num_prompt_tokens + request.num_output_tokens for request in requests)
-        if not last_ns or self._config.concurrency is not None:
-            return None
-        return price * (last_ns / NS_PER_HOUR) / (num_tokens / 1e6)

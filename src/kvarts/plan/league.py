@@ -13,7 +13,8 @@ import msgspec
 from kvarts.base.processes import Processes
 from kvarts.base.user_code import name_apart
 from kvarts.plan.cache import HitPlan
-from kvarts.plan.replays import share_kept, summary_of
+from kvarts.plan.confidence import find_lead, lead_factors
+from kvarts.plan.replays import share_kept, summary_of, worth, worth_of
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.eviction import MakeOrder, order_maker
 
@@ -86,6 +87,45 @@ class League:
                 self._on_replay()
         summaries = self._processes.all(summary_of, changed)
         return rows + [self._replayed(*case, summary) for case, summary in zip(cases, summaries, strict=True)]
+
+    def lead(self, rows: Sequence[dict[str, Any]], cost_error: float) -> dict[str, Any] | None:
+        """Return the replayed policy that gains most on LRU, and in how many worlds it is ahead; None without replays.
+
+        `rows`: those of `to_builtins`. `cost_error`: relative error of costs.
+        """
+        replayed = {(row["policy"], row["pages"]): row for row in rows if "replayed" in row}
+        others = [case for case in replayed if case[0] != "lru"]
+        if self._config is None or not others:
+            return None
+
+        def gain(case: tuple[str, int]) -> tuple[float, float]:
+            ours, of_lru = worth(replayed[case]), worth(replayed["lru", case[1]])
+            return ours[0] - of_lru[0], ours[1] - of_lru[1]
+
+        name, num_pages = best = max(others, key=gain)
+        config = msgspec.structs.replace(self._config.certain, num_pages=num_pages)
+        factors = lead_factors(cost_error)
+        changed = [
+            msgspec.structs.replace(config, eviction=self._makers[each], cost_factor=config.cost_factor * factor)
+            for factor in factors
+            for each in (name, "lru")
+        ]
+        for _ in changed:
+            if self._on_replay is not None:
+                self._on_replay()
+        found = [worth_of(summary) for summary in self._processes.all(summary_of, changed)]
+        is_ahead = [ours > of_lru for ours, of_lru in zip(found[::2], found[1::2], strict=True)]
+        confidence, times = find_lead(is_ahead, config.cost, cost_error)
+        of_lru = replayed["lru", num_pages]
+        return {
+            "policy": name,
+            "pages": num_pages,
+            "is_ahead": worth(replayed[best]) > worth(of_lru),
+            "ttft_ms_mean": {"policy": replayed[best]["ttft_ms"]["mean"], "lru": of_lru["ttft_ms"]["mean"]},
+            "slo_ratio": {"policy": replayed[best]["slo_ratio"], "lru": of_lru["slo_ratio"]},
+            "confidence": confidence,
+            "sensitivity": {"step_times": times},
+        }
 
     def _row(self, name: str, num_pages: int, hits: int, lru_hits: int) -> dict[str, Any]:
         plan, ratio_of = self._plan, self._plan.curve.ratio_of

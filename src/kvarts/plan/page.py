@@ -8,7 +8,7 @@ from typing import Any
 
 from kvarts.base.units import as_hits, as_memory, as_percent
 from kvarts.plan.series import charts_of, sweep_table
-from kvarts.plan.tables import answer_for_users, heading_of
+from kvarts.plan.tables import heading_of
 from kvarts.sim.report.page import fill_page, table_html
 from kvarts.sim.report.pictures import new_figure
 from kvarts.sim.report.words import duration, number, opening, page_bytes_of, plus_minus
@@ -151,6 +151,21 @@ FLEET_HEADS = (
 """The same for fleets."""
 
 
+USERS_HEADS = (
+    "",
+    ">users",
+    "on",
+    ">price an hour",
+    ">per user",
+    ">hits",
+    ">TTFT p99",
+    ">TPOT p99",
+    ">keep the SLO",
+    "limited by",
+)
+"""The same for users."""
+
+
 def render_page(values: dict[str, Any]) -> bytes:
     """Return the page of a plan, of a search for users, or of a sweep."""
     assets = files("kvarts.plan") / "assets"
@@ -164,6 +179,8 @@ def summary_html(values: dict[str, Any]) -> str:
     data = _data(values)
     if data["options"]:
         heads, rows = data["option_heads"], [option["cells"] for option in data["options"]]
+    elif values.keys() & {"users", "routers"}:
+        heads, rows = (), []
     else:
         heads = ("", ">pages", ">hits", ">optimum")
         knees = {point["pages"] for point in (values.get("groups") or values)["knees"]}
@@ -180,8 +197,14 @@ def summary_html(values: dict[str, Any]) -> str:
 
 
 def _data(values: dict[str, Any]) -> dict[str, Any]:
-    found = values.get("fleets") or values.get("latency", {})
-    options = found.get("options", [])
+    found = values.get("fleets") or values.get("users") or values.get("latency", {})
+    options = values["users"]["answers"] if "users" in values else found.get("options", [])
+    heads: tuple[str, ...] = OPTION_HEADS
+    cells_of = _cells
+    if "fleets" in values:
+        heads, cells_of = FLEET_HEADS, _fleet_cells
+    elif "users" in values:
+        heads, cells_of = USERS_HEADS, _users_cells
     page_bytes = page_bytes_of(values.get("config") or {})
     slo_share = found.get("slo_share")
     return {
@@ -189,15 +212,13 @@ def _data(values: dict[str, Any]) -> dict[str, Any]:
         "subtitle": _subtitle(values),
         "command": values.get("command", ""),
         "charts": charts_of(values),
-        "verdict": _sentence(answer_for_users(values["users"]) if "users" in values else values.get("advice")),
-        "option_heads": FLEET_HEADS if "fleets" in values else OPTION_HEADS,
+        "verdict": _sentence(values.get("advice")),
+        "option_heads": heads,
         "options": [
             {
                 "name": option["name"],
                 "what": option["what"],
-                "cells": _fleet_cells(option, slo_share)
-                if "fleets" in values
-                else _cells(option, page_bytes, slo_share),
+                "cells": cells_of(option, page_bytes, slo_share),
                 "reasons": [*option["notes"], *option["would_change"]],
                 "command": option["command"],
             }
@@ -231,9 +252,24 @@ def _cells(option: dict[str, Any], page_bytes: int | None, slo_share: float | No
     ]
 
 
-def _fleet_cells(option: dict[str, Any], slo_share: float | None) -> list[str]:
+def _users_cells(option: dict[str, Any], page_bytes: int | None, slo_share: float | None) -> list[str]:
+    """Return a row under USERS_HEADS."""
+    prices = (f"{option[name]:,.4g}" for name in ("price_per_hour", "price_per_user_hour"))
+    return [option["name"], f"{option['users']:,}", option["named"], *prices, *_outcome(option, slo_share)]
+
+
+def _outcome(option: dict[str, Any], slo_share: float | None) -> list[str]:
+    """Return hits, latencies, the share of requests that keep the SLO, and the limit."""
+    return [
+        as_hits(option["hit_ratio"]),
+        *(duration(option[f"{metric}_p99"]) for metric in ("ttft_ms", "tpot_ms")),
+        f"{as_percent(option['slo_ratio'], bound=slo_share)}, {'yes' if option['keeps_slo'] else 'no'}",
+        option["limited_by"].replace("kv_pages", "KV pages").replace("_", " "),
+    ]
+
+
+def _fleet_cells(option: dict[str, Any], page_bytes: int | None, slo_share: float | None) -> list[str]:
     """Return a row under FLEET_HEADS."""
-    ttft, tpot = (duration(option[f"{metric}_p99"]) for metric in ("ttft_ms", "tpot_ms"))
     return [
         option["name"],
         option["fleet"],
@@ -241,17 +277,15 @@ def _fleet_cells(option: dict[str, Any], slo_share: float | None) -> list[str]:
         f"{option['device_hours']:.3f}",
         number(option["goodput_per_s"]),
         number(option["goodput_per_s_per_device"]),
-        as_hits(option["hit_ratio"]),
-        ttft,
-        tpot,
-        f"{as_percent(option['slo_ratio'], bound=slo_share)}, {'yes' if option['keeps_slo'] else 'no'}",
-        option["limited_by"].replace("kv_pages", "KV pages").replace("_", " "),
+        *_outcome(option, slo_share),
     ]
 
 
 def _title(values: dict[str, Any]) -> str:
     if "users" in values:
         return f"How many users fit: {values['trace']}"
+    if "routers" in values:
+        return f"Routers for {values['trace']}"
     if "fleets" in values:
         return f"Fleets for {values['trace']}"
     return f"Sweep of {values['trace']}" if "sweep" in values else f"Plan for {values['trace']}"
@@ -263,7 +297,7 @@ def _subtitle(values: dict[str, Any]) -> str:
     config = values.get("config") or {}
     of_run = heading_of(config) if "fleets" in values else opening(config)
     replayed_on = "; ".join(line.strip() for line in of_run)
-    if "users" in values or "fleets" in values:
+    if values.keys() & {"users", "routers", "fleets"}:
         return replayed_on
     return f"{replayed_on}. " * bool(replayed_on) + (
         f"{values['num_requests']:,} requests, {values['num_prompt_tokens']:,} prompt tokens, "

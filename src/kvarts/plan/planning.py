@@ -16,6 +16,7 @@ from kvarts.base.units import parse_rate
 from kvarts.core.config import EngineConfig
 from kvarts.plan.cache import CachePlan, GroupPlan, HitPlan, PricedTier, TiersPlan, best_buy, prefill_s_per_token
 from kvarts.plan.commands import CommandLines, listed_tiers
+from kvarts.plan.confidence import cost_error_of
 from kvarts.plan.latency import NUM_POINTS, LatencyPlan, OnAnswer
 from kvarts.plan.purchases import Prices, load_prices
 from kvarts.plan.serve_lines import offload_of_vllm, serve_lines
@@ -27,8 +28,9 @@ from kvarts.sim.trials import ReplayTrials
 if TYPE_CHECKING:
     from kvarts.sim.config import ReplayConfig
     from kvarts.sim.replay import Traffic
+    from kvarts.sim.traffic.trace import Trace
 
-__all__ = ["SLO_SHARE", "TOKEN_BYTES", "Plan", "make_plan", "prices_of"]
+__all__ = ["SLO_SHARE", "TOKEN_BYTES", "Plan", "check_cost_error", "make_plan", "prices_of"]
 
 SLO_SHARE = 0.99
 RATES = {"host": "50GB/s", "disk": "5GB/s"}
@@ -42,6 +44,8 @@ FLEET_VALUES = (
     "hit_ratio",
 )
 """Values of a fleet that its options and the columns of a plan of fleets have."""
+REPLAYED = ("fleets", "users", "routers")
+"""Kinds of plans that have no sizes of memory."""
 OF_FLEET = ("name", *FLEET_VALUES, "on_front", "command")
 """Columns of a plan of fleets."""
 TOKEN_BYTES = 131_072
@@ -54,11 +58,25 @@ class Plan:
     `values` contains the curve of hits over all sizes, its knees, and the sizes examined (`at`) with their optimum; of
     KV groups, `groups` has curve and knees.
     With a configuration it also contains memory below the device (`tiers`), and replays with recommendations
-    (`latency`). A plan of fleets contains `fleets` instead. The reference lists all fields.
+    (`latency`). A plan of fleets contains `fleets` instead, one of users `users`, and one of routers `routers`. The
+    reference lists all fields.
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
+
+    @classmethod
+    def of_replays(cls, trace: Trace, config: ReplayConfig, advice: str, **found: Any) -> Plan:
+        """Return a plan that has the results `found`, by their kind, of replays of `config`."""
+        return cls(
+            {
+                "trace": trace.name,
+                "setting": f"pages of {config.page_size} tokens, {config.num_pages:,} a replica",
+                "config": config.to_builtins(),
+                **found,
+                "advice": advice,
+            }
+        )
 
     @property
     def advice(self) -> str:
@@ -67,7 +85,14 @@ class Plan:
 
     @property
     def options(self) -> list[dict[str, Any]]:
-        """The recommendations, the cheapest that keeps the SLO first; empty without a configuration."""
+        """The recommendations, the cheapest that keeps the SLO first; empty without a configuration.
+
+        Of users: how many fit, with and without host memory; of routers: the best.
+        """
+        if "users" in self.values:
+            return list(self.values["users"]["answers"])
+        if "routers" in self.values:
+            return [self.values["routers"]["best"]]
         found = self.values.get("fleets") or self.values.get("latency") or {}
         return list(found.get("options", []))
 
@@ -81,9 +106,9 @@ class Plan:
 
     def to_text(self) -> str:
         """Return the tables that `kvarts plan` prints, with a line end."""
-        from kvarts.plan.tables import render, render_fleets
+        from kvarts.plan.tables import render_plan
 
-        return render_fleets(self.values) if "fleets" in self.values else render(self.values)
+        return render_plan(self.values)
 
     def to_html(self) -> bytes:
         """Return the self-contained page that `kvarts plan --html` writes."""
@@ -98,7 +123,7 @@ class Plan:
     @property
     def parts(self) -> list[str]:
         """Names of the tables that `to_pandas` returns; the first is its default."""
-        first = "fleets" if "fleets" in self.values else "sizes"
+        first = next((kind for kind in REPLAYED if kind in self.values), "sizes")
         return [first, *(name for name, rows in self._rows.items() if rows)]
 
     @property
@@ -121,8 +146,9 @@ class Plan:
 
         `sizes`, by default: a row per size examined: hits, optimum, evicted tokens. `curve`: the hit ratio of all
         sizes. `league`: a row per policy and size. `options`: the recommendations; `replays`: what they were chosen
-        from. `host_memory`, `disk`: hits by the size of that tier. `fleets`, of a plan of fleets: a row per fleet.
-        Values in tables have columns named after both: `ttft_ms_p99`. Raise ConfigError for an unknown part.
+        from. `host_memory`, `disk`: hits by the size of that tier. `fleets`, of a plan of fleets: a row per fleet;
+        `users` and `routers`, of such plans: a row per number of users, and per router. Values in tables have columns
+        named after both: `ttft_ms_p99`. Raise ConfigError for an unknown part.
         """
         from kvarts.base.columns import columns_of, to_frame
 
@@ -133,6 +159,8 @@ class Plan:
         if "fleets" in self.values:
             points = self.values["fleets"]["points"]
             return to_frame({name: [point[name] for point in points] for name in OF_FLEET})
+        if self.parts[0] != "sizes":
+            return to_frame(columns_of(self.values[self.parts[0]]["points"]))
         names: tuple[str, ...] = ("pages", "tokens", "hit_ratio", "optimum_hit_ratio", "hit_tokens")
         at = self.values["at"]
         if "groups" in self.values:
@@ -219,10 +247,10 @@ def make_plan(
         for point in values["at"]:
             point["command"] = answers.plan("--at", str(point["pages"]))
         try:
-            if on_answer is not None and config is not None:
+            if on_answer is not None and config is not None and trace.knows_prefixes:
                 on_answer(lead(values), NUM_POINTS)
             if policies:
-                values["league"] = _league(counted, policies, config, at, answers, on_replay, processes)
+                values |= _league(counted, policies, config, at, cost_error, answers, on_replay, processes)
             if config is not None:
                 known = prices_of(prices, config.cost)
                 if not _has_slo(config):
@@ -252,7 +280,7 @@ def make_plan(
                 values["latency"] = latency.to_builtins()
                 values["is_complete"] = latency.is_complete
                 for option in values["latency"]["options"]:
-                    option["serve"] = serve_lines(config, option, answers.memory_fraction)
+                    option["serve"] = serve_lines(config, option)
         except KeyboardInterrupt:
             values["is_complete"] = False
     if not trace.knows_prefixes:
@@ -262,9 +290,14 @@ def make_plan(
 
 
 def _check(config: ReplayConfig | None, prices: object, cost_error: float | None) -> None:
-    """Raise SettingError for prices without replays, and for an error of costs that is no share."""
+    """Raise SettingError for prices without replays, and as `check_cost_error` does."""
     if config is None and prices is not None:
         raise SettingError("needs a model and a device, or a cost", "prices", hint="Give {model} and {device}.")
+    check_cost_error(cost_error)
+
+
+def check_cost_error(cost_error: float | None) -> None:
+    """Raise SettingError for an error of costs that is no share."""
     if cost_error is not None and not 0 < cost_error < 1:
         raise SettingError(f"must be between 0 and 1, got {cost_error}", "cost_error")
 
@@ -289,7 +322,7 @@ def _router_of(router: Any, config: ReplayConfig) -> Any:
 def _forget_hits(values: dict[str, Any]) -> None:
     """Remove from a plan what depends on hits, of a trace in which they cannot be known."""
     values["unknown_hits"] = NO_PREFIXES
-    for name in ("league", "groups", "tiers"):
+    for name in ("league", "league_lead", "groups", "tiers"):
         values.pop(name, None)
     values.update(at=[], knees=[], most_hit_ratio=None, most_pages=None, pages_for_share_of_hits={})
     values["curve"] = {name: [] for name in values["curve"]}
@@ -315,11 +348,15 @@ def _league(
     policies: Sequence[Any],
     config: ReplayConfig | None,
     sizes: Sequence[int] | None,
+    cost_error: float | None,
     commands: CommandLines,
     on_replay: Callable[[], object] | None,
     processes: Processes,
-) -> list[dict[str, Any]]:
-    """Return a row per policy and size, and rows of replays. `sizes`: None: the main knee and half of it."""
+) -> dict[str, Any]:
+    """Return a row per policy and size, rows of replays, and the one that gains most; None without replays.
+
+    `sizes`: None: the main knee and half of it. `cost_error`: None: that of the steps of `config`.
+    """
     from kvarts.plan.league import League
 
     try:
@@ -334,7 +371,11 @@ def _league(
         )
     except ConfigError as error:
         raise SettingError(error.what, "policy", hint=error.hint) from error
-    return league.to_builtins(sizes if sizes is not None else curves.sizes_under_pressure)
+    rows = league.to_builtins(sizes if sizes is not None else curves.sizes_under_pressure)
+    if config is None:
+        return {"league": rows}
+    of_steps = cost_error_of(config, curves.trace) if cost_error is None else cost_error
+    return {"league": rows, "league_lead": league.lead(rows, of_steps)}
 
 
 def _tiers(

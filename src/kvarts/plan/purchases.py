@@ -3,7 +3,8 @@
 `with_host_memory` is the only search that adds host memory to devices, and `Prices.of` the only definition of cost.
 Shapes are ways to divide a model: lines of one shape differ in the number of devices. The search assumes that more
 devices of a shape, and more host memory under one policy, never hurt; if that holds for the first FEW lines of a shape,
-it finds the cheapest of these whatever more devices do. What it returns has been replayed.
+it finds the cheapest of these whatever more devices do. Smaller sizes that miss an SLO by a few requests are tried one
+by one, as more host memory may lose a few. What it returns has been replayed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import msgspec
 
 from kvarts.base.errors import ConfigError, InputError, problem_of
 from kvarts.base.files import read_toml
+from kvarts.cost.hardware.device import preset_name
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay_one
 from kvarts.sim.report.advice import as_size
@@ -26,18 +28,21 @@ __all__ = [
     "Prices",
     "Purchase",
     "between",
+    "devices_of",
     "first_from",
     "first_that",
     "given_host_bytes",
     "host_memory_of",
     "host_sizes",
     "load_prices",
+    "per_million_tokens",
     "policies_of",
     "with_host_memory",
     "with_memory",
 ]
 
 GIB = 1 << 30
+NS_PER_HOUR = 3_600_000_000_000
 SUFFIX = "_gib"
 SMALLEST = 1 / 64
 """The smallest host memory that is tried, as a share of the largest."""
@@ -51,6 +56,8 @@ TensorRT-LLM stores a block before its eviction, and swaps it with one of the de
 OF_VLLM = ("eager", "lazy")
 FEW = 3
 """Lines of a shape, and replicas, that a search also tries if more of them are not enough: hits may be divided."""
+NEAR = 0.03
+"""The share of requests that a size may lack of keeping an SLO if the next smaller one is to be tried, too."""
 SIZE_RATIO = 1.25
 """Sizes are a quarter apart."""
 
@@ -82,10 +89,20 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def sentence(self) -> str:
         """Return what the prices are, and where they are from."""
         if self.currency:
-            return (
-                f"prices of {self.date}: {self.currency} {self.device:g} per GPU and {self.host_gib:g} per GiB, an hour"
-            )
-        return f"relative prices, not a quotation: a GPU costs as much as {self.device / self.host_gib:,.0f} GiB"
+            each = f"{self.currency} {self.device:g} per GPU and {self.host_gib:g} per GiB of host memory, an hour"
+            return f"prices of {self.date}: {each}"
+        gib = self.device / self.host_gib
+        return f"relative prices, not a quotation: a GPU costs as much as {gib:,.0f} GiB of host memory"
+
+
+def per_million_tokens(trace: Trace, price_per_hour: float, config: ReplayConfig) -> float | None:
+    """Return the price of a million tokens, prompts and answers, at the rate of the trace; None in a closed loop."""
+    requests = trace.requests or ()
+    last_ns = max((request.arrival_ns for request in requests), default=0) / config.speedup
+    num_tokens = sum(request.num_prompt_tokens + request.num_output_tokens for request in requests)
+    if not last_ns or config.concurrency is not None:
+        return None
+    return price_per_hour * (last_ns / NS_PER_HOUR) / (num_tokens / 1e6)
 
 
 class _PricesFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -111,7 +128,8 @@ def load_prices(path: Path, device: str | None) -> Prices:
         if not 0 < value <= 1e9:
             raise InputError(f"must be above 0 and at most 1e9, got {value:g}", path=path, field=f"per_hour.{name}")
     of_tiers = {name.removesuffix(SUFFIX): prices.pop(name) for name in list(prices) if name.endswith(SUFFIX)}
-    name = "device" if device is None or device not in prices else device
+    same = [] if device is None else [name for name in prices if preset_name(name) == preset_name(device)]
+    name = next((each for each in (device, *same) if each in prices), "device")
     if name not in prices:
         what = f"has no price for {device or 'device'}"
         raise InputError(what, path=path, field="per_hour", hint=f"Add {device or name} = PRICE, per hour.")
@@ -155,6 +173,11 @@ def host_sizes(config: ReplayConfig, reused_pages: int) -> list[int]:
     return [size for size in round_sizes(most_bytes * SMALLEST, most_bytes, SIZE_RATIO) if size >= page_bytes]
 
 
+def devices_of(config: ReplayConfig) -> int:
+    """Return the number of devices over which one replica is divided."""
+    return int(getattr(config.cost, "tensor_parallel", 1)) * int(getattr(config.cost, "pipeline_parallel", 1))
+
+
 def given_host_bytes(config: ReplayConfig) -> int:
     """Return the bytes of host memory per device that a configuration has, of the tier `host`."""
     page_bytes = config.page_bytes if config.kv_groups == "off" else config.memory.block_bytes
@@ -193,12 +216,13 @@ def with_host_memory(
     sizes: Sequence[int],
     policies: Sequence[str],
     prices: Prices,
-    keeps: Callable[[Purchase], bool],
+    lacks: Callable[[Purchase], float],
     limit: float,
 ) -> list[Purchase]:
     """Return purchases with host memory that keep the SLO and cost less than `limit`, each less than the one before.
 
-    `shapes`: per shape, the purchases without host memory, fewest devices first. `sizes`: ascending, in bytes.
+    `shapes`: per shape, the purchases without host memory, fewest devices first. `sizes`: ascending, in bytes. `lacks`:
+    the share of requests that a purchase lacks of keeping the SLO; 0 or less if it keeps it.
     """
     found: list[Purchase] = []
 
@@ -216,7 +240,7 @@ def with_host_memory(
         most = affordable(able[0])[-1]
 
         def reaches(line: Purchase, most: int = most) -> bool:
-            return any(keeps(at(line, most, policy)) for policy in policies)
+            return any(lacks(at(line, most, policy)) <= 0 for policy in policies)
 
         few = min(FEW, len(able)) - 1
         kept = next((place for place in sorted({few, len(able) - 1}) if reaches(able[place])), None)
@@ -226,13 +250,15 @@ def with_host_memory(
         first = between(lambda place, able=able: reaches(able[place]), fails, kept)  # type: ignore[misc]
         for line in able[first:]:
             for policy in policies:
-                left = affordable(line)
-
-                def is_enough(place: int, line: Purchase = line, left: list[int] = left, policy: str = policy) -> bool:
-                    return keeps(at(line, left[place], policy))
-
-                if (least := between(is_enough, -1, len(left))) < len(left):
-                    found.append(at(line, left[least], policy))
+                left = [at(line, size, policy) for size in affordable(line)]
+                place = between(lambda place, left=left: lacks(left[place]) <= 0, -1, len(left))  # type: ignore[misc]
+                cheapest = left[place:][:1]
+                for bought in reversed(left[:place]):
+                    if (lacking := lacks(bought)) > NEAR:
+                        break
+                    if lacking <= 0:
+                        cheapest = [bought]
+                found += cheapest
     return found
 
 

@@ -11,19 +11,22 @@ import msgspec
 from kvarts.base.processes import Inquiry, Processes
 from kvarts.base.units import as_memory
 from kvarts.plan.cache import HitPlan, least_pages_of
-from kvarts.plan.purchases import given_host_bytes, host_memory_of, with_memory
+from kvarts.plan.commands import of_host_memory
+from kvarts.plan.purchases import devices_of, given_host_bytes, host_memory_of, with_memory
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replaying import replay
-from kvarts.sim.report.advice import as_size
 from kvarts.sim.traffic.editing import lengthened, with_share_of_agents
 from kvarts.sim.traffic.trace import Trace
 
 if TYPE_CHECKING:
     from kvarts.sim.router import RouterMaker
 
-__all__ = ["NO_CHANGE", "Replays", "SizeOption", "changed_summary", "guesses", "share_kept", "summary_of"]
+__all__ = ["NO_CHANGE", "Replays", "SizeOption", "changed_summary", "changed_trace", "guesses"]
+__all__ += ["share_kept", "summary_of", "worth", "worth_of"]
 
 Found = TypeVar("Found")
+NO_CHANGE = -1.0
+"""In place of a share of agents: that of the trace."""
 
 
 def share_kept(summary: dict[str, Any]) -> float | None:
@@ -38,6 +41,17 @@ def share_kept(summary: dict[str, Any]) -> float | None:
     return share
 
 
+def worth(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Return what the best of several choices has most of: requests that keep the SLO, then time before a mean TTFT."""
+    mean = row["ttft_ms"]["mean"]
+    return row["slo_ratio"] or 0.0, -(float("inf") if mean is None else mean)
+
+
+def worth_of(summary: dict[str, Any]) -> tuple[float, float]:
+    """Return `worth` of a replay."""
+    return worth({"slo_ratio": share_kept(summary), "ttft_ms": summary["ttft_ms"]})
+
+
 def summary_of(trace: Trace, config: ReplayConfig) -> dict[str, Any]:
     """Replay a trace and return the summary. Runs in other processes, too."""
     return replay(trace, config).summary
@@ -49,8 +63,13 @@ def changed_summary(trace: Trace, task: tuple[Any, float, float]) -> dict[str, A
     `task`: the configuration, the factor on the lengths of prompts, and the share or NO_CHANGE.
     """
     config, length, agents = task
+    return summary_of(changed_trace(trace, length, agents), config)
+
+
+def changed_trace(trace: Trace, length: float = 1.0, agents: float = NO_CHANGE) -> Trace:
+    """Return the trace with prompts `length` times as long, and with another share of agents."""
     trace = trace if agents == NO_CHANGE else with_share_of_agents(trace, agents)
-    return summary_of(trace if length == 1.0 else lengthened(trace, length), config)
+    return trace if length == 1.0 else lengthened(trace, length)
 
 
 def guesses(chance: float, num_known: int) -> list[tuple[float, dict[str, Any]]]:
@@ -63,7 +82,6 @@ def guesses(chance: float, num_known: int) -> list[tuple[float, dict[str, Any]]]
 
 
 LITTLE = 1e-6
-NO_CHANGE = -1.0
 SURE = 0.95
 """The chance that a replay keeps an SLO if one with no more memory, or shorter times, does."""
 
@@ -227,8 +245,7 @@ class Replays:
     @property
     def devices_per_replica(self) -> int:
         """Number of devices over which one replica is divided. Pages and memory are per device."""
-        cost = self._config.cost
-        return int(getattr(cost, "tensor_parallel", 1)) * int(getattr(cost, "pipeline_parallel", 1))
+        return devices_of(self._config)
 
     def has(self, step: SizeOption) -> bool:
         """Return whether the step was replayed with no other change."""
@@ -334,7 +351,7 @@ class Replays:
         config, step = self._config, case.step
         changes: dict[str, Any] = {} if step.pages == config.num_pages else {"pages": step.pages}
         if step.host_bytes:
-            changes |= {"offload.host_memory": as_size(step.host_bytes), "offload.policy": step.policy}
+            changes |= of_host_memory(config, step.host_bytes, step.policy)
         if step.replicas == 1:
             changes["router"] = None  # no effect with one replica
         if step.replicas != 1 or config.replicas != 1:

@@ -2,34 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from kvarts.base.processes import Processes
 from kvarts.base.settings import SettingError
-from kvarts.plan.replays import share_kept
+from kvarts.plan.commands import CommandLines
+from kvarts.plan.confidence import (
+    cost_error_of,
+    find_lead,
+    how_long,
+    largest_rate,
+    lead_factors,
+    shares_of_agents,
+    would_change,
+)
+from kvarts.plan.planning import Plan, check_cost_error, prices_of
+from kvarts.plan.purchases import Prices, devices_of, given_host_bytes, per_million_tokens
+from kvarts.plan.replays import NO_CHANGE, changed_summary, share_kept, worth, worth_of
+from kvarts.plan.serve_lines import serve_lines
+from kvarts.plan.tables import answer_of_routers
 from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replay import trace_of
 from kvarts.sim.replaying import replay
 from kvarts.sim.routers.config import Routing
 from kvarts.sim.routers.policies import policy_of
 from kvarts.sim.routers.view import Needs
+from kvarts.sim.traffic.editing import can_lengthen, share_of_agents
 from kvarts.sim.traffic.trace import Trace
 
-__all__ = ["RoutersPlan"]
+if TYPE_CHECKING:
+    from kvarts.plan.latency import OnAnswer
+    from kvarts.sim.replay import Traffic
+
+__all__ = ["RoutersPlan", "plan_routers"]
 
 MOST_ROWS = 100
+EITHER = 0.5
+"""Between the share of a comparison that a router wins, 1, and that of one that it loses, 0."""
+NUM_SENSITIVITY = 30
+"""Replays with other traffic, about."""
 
 
 class RoutersPlan:
     """Replays of `trace` under `config` behind each of `routers`.
 
     `ages`: ages of a router's view, such as 50ms, applied to its metrics and to the cache events it receives. A router
-    that uses neither is replayed once. `command` returns the command line of a replay, given its changes by setting
-    key. `workers`: processes that replay. Raise ConfigError for an unknown router, and for more than MOST_ROWS
-    replays.
+    that uses neither is replayed once. `commands`: builds the command lines of replays. `cost_error`: relative error of
+    costs; None: that of the cost model. `is_quick`: without other traffic. `workers`: processes that replay.
+    `on_answer` is called as the answer firms up, with its words and the number of replays left. Raise ConfigError for
+    an unknown router, and for more than MOST_ROWS replays.
     """
 
     def __init__(
@@ -39,9 +65,13 @@ class RoutersPlan:
         routers: Sequence[str],
         ages: Sequence[str] = (),
         *,
-        command: Callable[[dict[str, Any]], str],
+        commands: CommandLines | None = None,
+        cost_error: float | None = None,
+        prices: Prices | None = None,
+        is_quick: bool = False,
         workers: int | None = 1,
         on_replay: Callable[[], object] | None = None,
+        on_answer: OnAnswer | None = None,
     ) -> None:
         if config.replicas < 2:
             raise SettingError("needs replicas to choose from", "routers", hint="Give {replicas} 2 or more.")
@@ -49,9 +79,14 @@ class RoutersPlan:
             raise SettingError(f"are more than {MOST_ROWS} replays", "routers", hint="Compare fewer at a time.")
         self._trace = trace
         self._config = config.certain
-        self._command = command
+        self._commands = commands or CommandLines()
+        self._first_age = next(iter(ages), None)
+        self._cost_error = cost_error_of(config, trace) if cost_error is None else cost_error
+        self._prices = prices or Prices()
+        self._is_quick = is_quick
         self._num_workers = workers
         self._on_replay = on_replay
+        self._on_answer = on_answer or (lambda *_: None)
         routing = Routing() if config.routing is None else config.routing
         assert isinstance(routing, Routing)
         self._cases: list[tuple[str, str | None, Routing, dict[str, Any]]] = []
@@ -66,31 +101,153 @@ class RoutersPlan:
                 self._cases.append((router, age, seen, {"router": router, **keys}))
 
     def to_builtins(self) -> dict[str, Any]:
-        """Return a row per router and age, JSON-able."""
-        configs = {
-            str(place): msgspec.structs.replace(self._config, router=router, routing=routing)
-            for place, (router, _, routing, _) in enumerate(self._cases)
-        }
-        found = {}
+        """Return a row per router and age, and the best of them with the confidence in it, JSON-able.
+
+        The best keeps the SLO for most requests; without an SLO, it has the shortest mean TTFT. It is compared with the
+        best row of another router, which is replayed in the same worlds and with the same traffic. Both are of the
+        first of the ages.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        compared: dict[str, Any] = {"confidence": None, "sensitivity": {}}
+        is_complete = True
         with Processes(self._num_workers, self._trace) as processes:
             try:
-                for place, row in processes.results(_replayed, configs):
+                for place, row in processes.results(_replayed, {str(at): self._at(at) for at in range(self._num)}):
                     found[int(place)] = row
-                    if self._on_replay is not None:
-                        self._on_replay()
+                    self._count()
+                self._on_answer(answer_of_routers(self._described(found, compared)), 2 * len(lead_factors(1.0)))
+                if (pair := self._pair(found)) is not None:
+                    self._compare(*pair, processes, compared, lambda: self._described(found, compared))
             except KeyboardInterrupt:
                 if not found:
                     raise
-        return {
-            "replicas": self._config.replicas,
-            "slo": {name: getattr(self._config.slo, name) for name in self._config.slo.__struct_fields__},
-            "is_complete": len(found) == len(configs),
-            "points": [
-                {"router": router, "age": age, **found[place], "command": self._command(changes)}
-                for place, (router, age, _, changes) in enumerate(self._cases)
-                if place in found
-            ],
+                is_complete = False
+        return {**self._described(found, compared), "is_complete": is_complete}
+
+    @property
+    def _num(self) -> int:
+        return len(self._cases)
+
+    def _count(self) -> None:
+        if self._on_replay is not None:
+            self._on_replay()
+
+    def _at(self, place: int) -> ReplayConfig:
+        router, _, routing, _ = self._cases[place]
+        return msgspec.structs.replace(self._config, router=router, routing=routing)
+
+    def _described(self, found: Mapping[int, Mapping[str, Any]], compared: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is known, JSON-able."""
+        config, order = self._config, self._order(found)
+        num_devices = devices_of(config) * config.replicas
+        price = self._prices.of(num_devices, given_host_bytes(config))
+        points = {
+            place: {"router": router, "age": age, **found[place], "command": self._commands.replay(changes)}
+            for place, (router, age, _, changes) in enumerate(self._cases)
+            if place in found
         }
+        pair = self._pair(found)
+        return {
+            "replicas": config.replicas,
+            "num_devices": num_devices,
+            "is_on_device": config.placement is not None,
+            "slo": {name: getattr(config.slo, name) for name in config.slo.__struct_fields__},
+            "price_per_hour": price,
+            "price_per_million_tokens": per_million_tokens(self._trace, price, config),
+            "prices": {**msgspec.to_builtins(self._prices), "text": self._prices.sentence()},
+            **compared,
+            "best": {
+                **points[order[0]],
+                "would_change": would_change(compared["sensitivity"]),
+                "serve": serve_lines(config, {"host_bytes": 0, "policy": None}),
+            },
+            "second": None if pair is None else points[pair[1]],
+            "points": [*points.values()],
+        }
+
+    def _order(self, found: Mapping[int, Mapping[str, Any]]) -> list[int]:
+        """Return the places of rows with a view of the first age, the best first; of equal ones, the first."""
+        first = [place for place in found if self._cases[place][1] in (None, self._first_age)]
+        return sorted(first or found, key=lambda place: worth(found[place]), reverse=True)
+
+    def _pair(self, found: Mapping[int, Mapping[str, Any]]) -> tuple[int, int] | None:
+        """Return the places of the best row, and of the best of another router; None if there is none."""
+        best, *others = self._order(found)
+        other = (place for place in others if self._cases[place][0] != self._cases[best][0])
+        second = next(other, None)
+        return None if second is None else (best, second)
+
+    def _compare(
+        self,
+        best: int,
+        second: int,
+        processes: Processes,
+        compared: dict[str, Any],
+        known: Callable[[], dict[str, Any]],
+    ) -> None:
+        """Replay the best and the second in all worlds, and with other traffic, and put the results in `compared`."""
+        config, trace = self._config, self._trace
+
+        def is_ahead(changes: Mapping[str, Any], length: float = 1.0, agents: float = NO_CHANGE) -> bool:
+            pair = [msgspec.structs.replace(self._at(place), **changes) for place in (best, second)]
+            ours, others = processes.all(changed_summary, [(each, length, agents) for each in pair])
+            self._count()
+            self._count()
+            return worth_of(ours) >= worth_of(others)
+
+        worlds = [is_ahead({"cost_factor": config.cost_factor * each}) for each in lead_factors(self._cost_error)]
+        compared["confidence"], times = find_lead(worlds, config.cost, self._cost_error)
+        compared["sensitivity"] = sensitivity = {"step_times": times}
+        self._on_answer(answer_of_routers(known()), NUM_SENSITIVITY * (not self._is_quick))
+        if self._is_quick:
+            return
+
+        def share(*, rate: float = config.speedup, length: float = 1.0, agents: float = NO_CHANGE) -> float:
+            return float(is_ahead({"speedup": rate}, length, agents))
+
+        if config.concurrency is None:
+            sensitivity["rate"] = largest_rate(share, EITHER, config.speedup)
+        if can_lengthen(trace):
+            sensitivity["prompt_length"] = how_long(share, EITHER)
+        sensitivity["agents"] = shares_of_agents(share, EITHER, share_of_agents(trace))
+
+
+def plan_routers(
+    traffic: Traffic,
+    config: ReplayConfig,
+    routers: Sequence[str],
+    ages: Sequence[str] = (),
+    *,
+    cost_error: float | None = None,
+    prices: Prices | Path | str | None = None,
+    quick: bool = False,
+    commands: CommandLines | None = None,
+    workers: int | None = 1,
+    on_replay: Callable[[], object] | None = None,
+    on_answer: OnAnswer | None = None,
+) -> Plan:
+    """Compare `routers` on the replicas of `config`, as `kvarts plan routers` does.
+
+    `ages`: as `RoutersPlan` has them; the other arguments are those of `kvarts.plan`. Raise ConfigError for an unknown
+    router.
+    """
+    check_cost_error(cost_error)
+    trace = trace_of(traffic)
+    plan = RoutersPlan(
+        trace,
+        config,
+        routers,
+        ages,
+        commands=commands,
+        cost_error=cost_error,
+        prices=prices_of(prices, config.cost),
+        is_quick=quick,
+        workers=workers,
+        on_replay=on_replay,
+        on_answer=on_answer,
+    )
+    found = plan.to_builtins()
+    return Plan.of_replays(trace, config, answer_of_routers(found), routers=found)
 
 
 def _replayed(trace: Trace, config: ReplayConfig) -> dict[str, Any]:

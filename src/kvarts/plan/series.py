@@ -21,6 +21,7 @@ GIB = 1 << 30
 WIDE = 50.0
 """Ratio of the largest to the smallest latency above which a chart has a logarithmic y axis."""
 HITS = "hits, of prompt tokens"
+KEPT = "requests that keep the SLO"
 SAVED = "prefill saved per request"
 REPLAYED = "Replayed fleets only; where more workers never lower the goodput, no other fleet is better than the front."
 Row = dict[str, Any]
@@ -186,6 +187,8 @@ def charts_of(values: dict[str, Any]) -> list[Chart]:
     """Return the charts for the values present. A chart without data is replaced by a note with the reason."""
     if "users" in values:
         return _users(values["users"])
+    if "routers" in values:
+        return _routers(values["routers"])
     if "fleets" in values:
         return _fleets(values["fleets"])
     if "sweep" in values:
@@ -524,7 +527,7 @@ def _kept(
         return []
     kept: list[float | None] = [100 * point["slo_ratio"] for point in points]
     lines = [_series("SLO kept", xs, kept, texts), _limit("asked for", xs, 100 * share)]
-    return [_chart(f"SLO kept, by {by}", x, ("requests that keep the SLO", "%"), lines, log=log)]
+    return [_chart(f"SLO kept, by {by}", x, (KEPT, "%"), lines, log=log)]
 
 
 def usual_points(latency: dict[str, Any]) -> list[dict[str, Any]]:
@@ -577,6 +580,29 @@ def _users(users: dict[str, Any]) -> list[Chart]:
     return [latency, *_kept("users", x, xs, points, texts, users)]
 
 
+def _routers(routers: dict[str, Any]) -> list[Chart]:
+    """Return the mean TTFT behind each router, and the requests that keep the SLO, if there is one."""
+
+    def bars(name: str, y: tuple[str, str], value_of: Callable[[Row], float]) -> Chart:
+        return _bars(
+            name,
+            y,
+            [
+                {
+                    "label": " ".join(filter(None, (point["router"], point["age"]))),
+                    "value": value_of(point),
+                    **_point(f"{point['router']}: {_measured(point)}", point["command"]),
+                }
+                for point in routers["points"]
+            ],
+        )
+
+    charts = [bars("TTFT by router", ("TTFT mean", "ms"), lambda point: point["ttft_ms"]["mean"] or 0.0)]
+    if routers["best"]["slo_ratio"] is not None:
+        charts.append(bars("SLO kept, by router", (KEPT, "%"), lambda point: 100 * point["slo_ratio"]))
+    return charts
+
+
 def _fleets(fleets: dict[str, Any]) -> list[Chart]:
     """Return the goodput, and the share of requests that keep the SLO, of the best replayed fleets by their devices."""
     lines = {"front": fleets["front"]}
@@ -607,7 +633,7 @@ def _fleets(fleets: dict[str, Any]) -> list[Chart]:
     return [
         *_fleet_costs(fleets),
         _chart("Goodput by devices", x, ("requests that keep the SLO, per s", ""), series(_goodput), note=REPLAYED),
-        _chart("SLO kept, by devices", x, ("requests that keep the SLO", "%"), kept, note=REPLAYED),
+        _chart("SLO kept, by devices", x, (KEPT, "%"), kept, note=REPLAYED),
     ]
 
 

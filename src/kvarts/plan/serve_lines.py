@@ -1,6 +1,7 @@
 """An answer of a plan as command lines of serving engines: `vllm serve`, and SGLang's server.
 
-Names of options are those of vLLM 0.32 and SGLang 0.5.23. Each line starts one replica; a router is separate.
+Names of options are those of vLLM 0.32 and SGLang 0.5.23. Each line starts one replica; a router is separate. Of a
+replica on several nodes, a line is that of the first one.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvarts.plan.purchases import devices_of, given_host_bytes
 from kvarts.sim.report.advice import as_size
 
 if TYPE_CHECKING:
@@ -19,49 +21,145 @@ if TYPE_CHECKING:
 __all__ = ["offload_of_vllm", "serve_lines"]
 
 GB = 1_000_000_000
-MEMORY_FRACTION = 0.9
 HUB = re.compile(r"https://huggingface\.co/([^/]+/[^/]+)/")
+NODE = 8
+"""Devices of a node."""
+NULL_BLOCKS = 1
+"""Blocks of vLLM's pool that no request gets."""
+SERVERS = ("vllm", "sglang")
+SERVERS_OF = {"vllm": ("vllm",), "sglang": ("sglang",), "tensorrt-llm": (), "trtllm": ()}
+"""The servers that a line starts, by the engine that was given; SERVERS without one."""
+CAST = {"fp8": "quantization", "bfloat16": "dtype", "float16": "dtype", "float32": "dtype"}
+"""Formats of weights that servers make of any checkpoint as they load it, with the option of each."""
 
 
-def serve_lines(config: ReplayConfig, option: Mapping[str, Any], memory_fraction: float | None) -> dict[str, str]:
-    """Return the command line of one replica of `option`, by engine; empty without a model on a device.
+SGLANG_KV = {
+    **dict.fromkeys(("fp8", "fp8_e4m3", "float8_e4m3fn"), "fp8_e4m3"),
+    **{name: name for name in ("fp8_e5m2", "bfloat16", "mxfp8", "nvfp4")},
+    "bf16": "bfloat16",
+}
+"""SGLang's formats of KV, by those of kvarts."""
 
-    vLLM has no exclusive host memory, and SGLang's is written through: an option with another policy has no line.
+
+def serve_lines(config: Any, option: Mapping[str, Any]) -> dict[str, str]:
+    """Return the command lines of one replica of `option`, by engine, and of a fleet of pools by engine and role.
+
+    There are none without a model on a device, and none of a server that is not the engine of `config`, if that is
+    given. vLLM has no exclusive host memory, and SGLang's is written through: an option with another policy has no
+    line. Nor has one with weights in a format that needs another checkpoint, or with KV in one that a server lacks.
     """
-    if config.placement is None:
+    if not hasattr(config, "pools"):
+        return _lines_of(config, option)
+    return {
+        f"{engine} {pool.role}": line
+        for pool in config.pools
+        for engine, line in _lines_of(pool.each, option, pool.role).items()
+    }
+
+
+def _lines_of(config: ReplayConfig, option: Mapping[str, Any], role: str = "") -> dict[str, str]:
+    weight_dtype = getattr(config.cost, "weight_dtype", None)
+    if config.placement is None or weight_dtype not in (None, *CAST):
         return {}
-    vllm = {
+    num_bytes, policy = option["host_bytes"], option["policy"]
+    if not num_bytes and config.offload is not None:
+        num_bytes, policy = given_host_bytes(config), config.offload.policy
+    of_weights = {} if weight_dtype is None else {CAST[weight_dtype]: weight_dtype}
+    servers = SERVERS_OF.get(config.engine.partition("==")[0], SERVERS)
+    lines = {}
+    if "vllm" in servers and (not num_bytes or policy != "exclusive"):
+        connectors = [offload_of_vllm(num_bytes * devices_of(config), policy)] if num_bytes else []
+        connectors += [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}] if role else []
+        of_connectors = {"kv-transfer-config": json.dumps(_connected(connectors))} if connectors else {}
+        lines["vllm"] = _line(["vllm", "serve", _hub_id(config)], _vllm(config) | of_weights | of_connectors)
+    kv_dtype = getattr(config.cost, "kv_dtype", None)
+    if "sglang" in servers and (not num_bytes or policy == "eager") and kv_dtype in (None, *SGLANG_KV):
+        of_host = {
+            "enable-hierarchical-cache": None,
+            "hicache-size": -(-num_bytes // GB),
+            "hicache-write-policy": "write_through",
+        }
+        options = _sglang(config) | of_weights | (of_host if num_bytes else {})
+        options |= {"disaggregation-mode": role} if role else {}
+        lines["sglang"] = _line(["python", "-m", "sglang.launch_server", "--model-path", _hub_id(config)], options)
+    return lines
+
+
+def _connected(connectors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return one connector of vLLM that stands for all."""
+    if len(connectors) == 1:
+        return connectors[0]
+    of_all = {"connectors": connectors}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": of_all}
+
+
+def _vllm(config: ReplayConfig) -> dict[str, Any]:
+    """Return the options of vLLM but for host memory and weights; those without a value are None."""
+    placement = config.placement
+    assert placement is not None
+    options: dict[str, Any] = {
         **_ways_of_vllm(config),
-        "gpu-memory-utilization": f"{memory_fraction or MEMORY_FRACTION:g}",
+        "gpu-memory-utilization": f"{placement.memory_fraction:g}",
         "max-num-seqs": config.max_num_seqs,
         "max-num-batched-tokens": config.max_num_batched_tokens,
         "block-size": config.page_size,
-        **_formats(config, "kv-cache-dtype"),
     }
-    sglang = {
+    if placement.num_pages is not None:
+        options["num-gpu-blocks-override"] = placement.num_pages + NULL_BLOCKS
+    elif placement.kv_memory_bytes is not None:
+        options["kv-cache-memory-bytes"] = placement.kv_memory_bytes
+    if not _holds_the_longest(config):
+        options["max-model-len"] = "auto"
+    if (dtype := getattr(config.cost, "kv_dtype", None)) is not None:
+        options["kv-cache-dtype"] = "int8_per_token_head" if dtype == "int8" else dtype
+    if config.scheduling_policy != "fcfs":
+        options["scheduling-policy"] = config.scheduling_policy
+    if config.no_prefix_caching:
+        options["no-enable-prefix-caching"] = None
+    if num_drafts := int(getattr(config.cost, "speculative_tokens", 0)):
+        options["speculative-config"] = json.dumps({"method": "mtp", "num_speculative_tokens": num_drafts})
+    return options
+
+
+def _sglang(config: ReplayConfig) -> dict[str, Any]:
+    """Return the options of SGLang's server but for host memory and weights; those without a value are None."""
+    placement = config.placement
+    assert placement is not None
+    options: dict[str, Any] = {
         **_ways_of_sglang(config),
-        "mem-fraction-static": f"{memory_fraction or MEMORY_FRACTION:g}",
+        "mem-fraction-static": f"{placement.memory_fraction:g}",
         "max-running-requests": config.max_num_seqs,
         "chunked-prefill-size": config.max_num_batched_tokens,
         "page-size": config.page_size,
-        **_formats(config, "kv-cache-dtype"),
     }
-    num_bytes, policy = option["host_bytes"], option["policy"]
-    lines = {}
-    if policy != "exclusive":
-        if num_bytes:
-            of_engine = offload_of_vllm(num_bytes * _devices_of(config), policy)
-            vllm["kv-transfer-config"] = json.dumps(of_engine)
-        lines["vllm"] = _line(["vllm", "serve", _hub_id(config)], vllm)
-    if policy in (None, "eager"):
-        if num_bytes:
-            sglang |= {
-                "enable-hierarchical-cache": None,
-                "hicache-size": -(-num_bytes // GB),
-                "hicache-write-policy": "write_through",
-            }
-        lines["sglang"] = _line(["python", "-m", "sglang.launch_server", "--model-path", _hub_id(config)], sglang)
-    return lines
+    if placement.num_pages is not None or placement.kv_memory_bytes is not None:
+        options["max-total-tokens"] = config.num_pages * config.page_size
+    if (dtype := getattr(config.cost, "kv_dtype", None)) is not None:
+        options["kv-cache-dtype"] = SGLANG_KV[dtype]
+    if config.scheduling_policy == "priority":
+        options["enable-priority-scheduling"] = None
+    if config.no_prefix_caching:
+        options["disable-radix-cache"] = None
+    if num_drafts := int(getattr(config.cost, "speculative_tokens", 0)):
+        options |= {
+            "speculative-algorithm": "EAGLE",
+            "speculative-num-steps": num_drafts,
+            "speculative-eagle-topk": 1,
+            "speculative-num-draft-tokens": num_drafts + 1,
+        }
+    return options
+
+
+def _holds_the_longest(config: ReplayConfig) -> bool:
+    """Return whether KV memory surely holds a request of the model's length, without which vLLM does not start.
+
+    Where layers keep less, vLLM plans blocks of its own, and this is not known.
+    """
+    geometry = getattr(config.cost, "geometry", None)
+    most = None if geometry is None else geometry.max_model_len
+    if most is None:
+        return True
+    return config.kv_groups == "off" and -(-most // config.page_size) + NULL_BLOCKS <= config.num_pages
 
 
 def offload_of_vllm(host_bytes: int, policy: str) -> dict[str, Any]:
@@ -84,22 +182,21 @@ def offload_of_vllm(host_bytes: int, policy: str) -> dict[str, Any]:
     }
 
 
-def _devices_of(config: ReplayConfig) -> int:
-    cost = config.cost
-    return int(getattr(cost, "tensor_parallel", 1)) * int(getattr(cost, "pipeline_parallel", 1))
-
-
 def _way(config: ReplayConfig, name: str) -> int:
     return int(getattr(config.cost, name, 1))
 
 
 def _ways_of_vllm(config: ReplayConfig) -> dict[str, Any]:
-    ways = {
+    ways: dict[str, Any] = {
         f"{name}-parallel-size": size
         for name in ("tensor", "pipeline", "data")
         if (size := _way(config, f"{name}_parallel")) > 1
     }
-    return {**ways, "enable-expert-parallel": None} if _way(config, "expert_parallel") > 1 else ways
+    if _way(config, "expert_parallel") > 1:
+        ways["enable-expert-parallel"] = None
+    if (num_nodes := _nodes_of(config)) > 1:
+        ways |= {"nnodes": num_nodes, "node-rank": 0, "master-addr": "FIRST_NODE"}
+    return ways
 
 
 def _ways_of_sglang(config: ReplayConfig) -> dict[str, Any]:
@@ -111,20 +208,27 @@ def _ways_of_sglang(config: ReplayConfig) -> dict[str, Any]:
         "attn-dp-size": ranks,
         "ep-size": _way(config, "expert_parallel"),
     }
-    return {name: size for name, size in sizes.items() if size > 1}
+    ways: dict[str, Any] = {name: size for name, size in sizes.items() if size > 1}
+    if (num_nodes := _nodes_of(config)) > 1:
+        ways |= {"nnodes": num_nodes, "node-rank": 0, "dist-init-addr": "FIRST_NODE:5000"}
+    return ways
 
 
-def _formats(config: ReplayConfig, name: str) -> dict[str, Any]:
-    dtype = getattr(config.cost, "kv_dtype", None)
-    return {} if dtype is None else {name: dtype}
+def _nodes_of(config: ReplayConfig) -> int:
+    """Return the nodes of a replica: a stage of a pipeline that is larger than a node has its own."""
+    num_stages = _way(config, "pipeline_parallel")
+    return num_stages if devices_of(config) > NODE else 1
 
 
 def _hub_id(config: ReplayConfig) -> str:
-    """Return the id of the model on Hugging Face's hub if that is known, else the name as it was given."""
+    """Return the id of the model on Hugging Face's hub if it was given or is known, else the folder of its config."""
     assert config.placement is not None
+    name = config.placement.model
     geometry = getattr(config.cost, "geometry", None)
     found = None if geometry is None else HUB.match(geometry.source)
-    return config.placement.model if found is None else found[1]
+    if found is not None:
+        return name if "/" in name else found[1]
+    return name.removesuffix("config.json").rstrip("/") or "."
 
 
 def _line(words: list[str], options: Mapping[str, Any]) -> str:

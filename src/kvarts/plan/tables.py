@@ -8,16 +8,20 @@ from typing import Any
 
 from kvarts.base.documents import Column, Document, Table
 from kvarts.base.units import as_duration, as_hits, as_memory, as_percent
+from kvarts.plan.confidence import would_change
 from kvarts.plan.series import usual_points
 from kvarts.sim.report.advice import as_size
 from kvarts.sim.report.words import NAME_ONE, in_memory, number, opening, page_bytes_of, wrapped
 
 __all__ = [
     "answer_for_users",
+    "answer_of_routers",
     "heading_of",
     "lead",
+    "money_of",
     "render",
     "render_fleets",
+    "render_plan",
     "render_routers",
     "render_users",
 ]
@@ -108,8 +112,16 @@ def _gib(plan: dict[str, Any], pages: int) -> str:
     return "" if page_bytes is None else f"{pages * page_bytes / GIB:,.1f}"
 
 
+def render_plan(plan: dict[str, Any]) -> Document:
+    """Return the tables of a plan of any kind, with a line end."""
+    for kind, rendered in (("fleets", render_fleets), ("users", render_users), ("routers", render_routers)):
+        if kind in plan:
+            return rendered(plan)
+    return render(plan)
+
+
 def render_routers(plan: dict[str, Any]) -> Document:
-    """Return the table of routers, with a line end."""
+    """Return the best router and the table of all, with a line end."""
     routers = plan["routers"]
     has_slo = any(bound is not None for bound in routers["slo"].values())
     columns = [
@@ -129,14 +141,54 @@ def render_routers(plan: dict[str, Any]) -> Document:
         ]
         for point in routers["points"]
     ]
+    best = routers["best"]
     lines: list[str | Table] = [
         f"{plan['trace']} on {routers['replicas']} replicas; {plan['setting']}",
+        *opening(plan["config"]),
+        "",
+        *_paragraph(plan["advice"]),
+        *_interrupted(routers),
         "",
         Table(columns, rows),
+        "",
+        f"best: {_of_router(best)}",
     ]
-    best = min(routers["points"], key=lambda point: point["ttft_ms"]["mean"] or 0.0)
-    lines += ["", "shortest mean TTFT:", f"  {best['command']}"]
-    return Document.of(lines)
+    for text in best["would_change"]:
+        lines += wrapped(text, "  ", "    ")
+    lines += [f"  {line}" for line in (best["command"], *best["serve"].values())]
+    return Document.of([*lines, "", *_paragraph(routers["prices"]["text"])])
+
+
+def answer_of_routers(routers: dict[str, Any]) -> str:
+    """Return which router is the best, by how much, in how many worlds it stays ahead, and what its GPUs cost."""
+    best, second = routers["best"], routers["second"]
+    has_slo = best["slo_ratio"] is not None
+    servers = _servers(routers["num_devices"], routers)
+    if second is None:
+        answer = f"{_of_router(best)} is the only router that was replayed"
+    elif has_slo and best["slo_ratio"] > second["slo_ratio"]:
+        kept, of_second = as_percent(best["slo_ratio"]), as_percent(second["slo_ratio"])
+        answer = f"{_of_router(best)} keeps the SLO for {kept} of requests on {servers}, {_of_router(second)} for "
+        answer += of_second
+    else:
+        mean, of_second = (as_duration(each["ttft_ms"]["mean"]) for each in (best, second))
+        answer = f"{_of_router(best)} has a mean TTFT of {mean} on {servers}, {_of_router(second)} of {of_second}"
+        answer += f"; both keep the SLO for {as_percent(best['slo_ratio'])} of requests" if has_slo else ""
+    sentences = [answer]
+    if routers["confidence"] is not None:
+        sentences.append(f"It is ahead {routers['confidence']['text']}")
+    if routers["prices"]["currency"]:
+        sentences.append(money_of(routers, routers["prices"]["currency"]))
+    return ". ".join(sentences)
+
+
+def _of_router(point: Mapping[str, Any]) -> str:
+    return f"{point['router']}, {point['age']} behind" if point["age"] not in (None, "0") else str(point["router"])
+
+
+def _servers(num_devices: int, found: Mapping[str, Any]) -> str:
+    """Return a number of GPUs in words; of replicas, if no device was named."""
+    return f"{num_devices:,} {'GPU' if found['is_on_device'] else 'replica'}{'s' * (num_devices != 1)}"
 
 
 def render_users(plan: dict[str, Any]) -> Document:
@@ -161,68 +213,60 @@ def render_users(plan: dict[str, Any]) -> Document:
     lines: list[str | Table] = [
         f"{plan['trace']}: {users['num_sessions']:,} sessions, a user in one at a time",
         *opening(plan["config"]),
-        *(["", *wrapped(answer)] if (answer := answer_for_users(users)) else []),
-        *_interrupted(users),
         "",
-        Table(columns, rows),
+        *_paragraph(plan["advice"]),
+        *_interrupted(users),
+        *_recommended(users["answers"]),
     ]
-    fits, fails = users["fits"], users["fails_at"]
+    host = users["host"]
+    if host is not None and host["fits"] is None:
+        size = as_memory(host["memory_bytes"] * users["num_devices"])
+        lines += ["", *wrapped(f"no users fit with {size} of host memory ({host['policy']} stores) either")]
     if users["slo_share"] is not None:
-        share = f"{as_percent(users['slo_share'])} of the requests"
-        if fits is None:
-            lines += ["", f"{fails:,} users are too many: the SLO is not kept for {share}"]
-        else:
-            until = "and no limit was found" if fails is None else f"with {fails:,} it is not"
-            lines += ["", f"{fits:,} users fit: the SLO is kept for {share}, {until}"]
-            lines += [f"  {point['command']}" for point in users["points"] if point["users"] == fits]
-        if users["host"] is not None:
-            lines += ["", *_with_host(users, users["host"])]
-    return Document.of(lines)
-
-
-def _with_host(users: dict[str, Any], host: dict[str, Any]) -> list[str]:
-    """Return lines on how many users fit with host memory, with the commands that replay it."""
-    gained, most = (100 * (host[name] - host["hit_ratio_without"]) for name in ("hit_ratio", "most_hit_ratio"))
-    fits, until = host["fits"], "" if host["fails_at"] is None else f", {host['fails_at']:,} do not"
-    size = f"{as_memory(host['memory_bytes'])} of host memory"
-    if users["num_devices"] > 1:
-        size += " a replica"
-    points = f"{gained:.1f} of the {most:.1f} points of hits that it can give {users['fails_at']:,} users"
-    if fits is None:
-        return wrapped(f"no users fit with {size} either, {points}")
-    commands = [f"  {point['command']}" for point in host["points"] if point["users"] == fits]
-    return [*wrapped(f"{fits:,} users fit with {size}{until}: {points}"), *commands]
+        lines += ["", *_paragraph(users["prices"]["text"])]
+    return Document.of([*lines, "", "replayed", "", Table(columns, rows)])
 
 
 def answer_for_users(users: dict[str, Any]) -> str:
-    """Return a sentence: how many users fit, with which memory, at what cost, and what other options buy."""
-    fits, fails, host = users["fits"], users["fails_at"], users["host"]
+    """Return how many users fit, on what, in how many worlds, at what cost, and what other options buy."""
+    answers, fails = users["answers"], users["fails_at"]
+    servers = _servers(users["num_devices"], users)
     if users["slo_share"] is None:
+        waits = [f"{as_duration(each['ttft_ms']['p99'])} with {each['users']:,}" for each in users["points"]]
+        waits[-1] += ". Give an SLO, such as --slo-ttft-ms 1000"
+        return f"Without an SLO any number of users fits on {servers}: TTFT p99 is {', '.join(waits)}"
+    kept = next((point["slo_ratio"] for point in users["points"] if point["users"] == fails), None)
+    if not answers:
+        if fails is None:
+            return f"How many users fit on {servers} is not known yet"
+        few = "No user fits" if fails == 1 else f"Fewer than {fails:,} users fit"
+        return f"{few} on {servers}" + _too_many(users, fails, kept)
+    fits = [
+        f"{each['users']:,} user{'s fit' if each['users'] != 1 else ' fits'} on {each['named']}"
+        + (f", {each['confidence']['text']}" if each["confidence"] is not None else "")
+        for each in answers
+    ]
+    sentences = ["; ".join(fits) + (_too_many(users, fails, kept) or "; no limit was found")]
+    if currency := users["prices"]["currency"]:
+        per_user = f", {currency} {answers[0]['price_per_user_hour']:,.2f} per user"
+        sentences.append(money_of(answers[0], currency, per_user))
+    return ". ".join(sentences)
+
+
+def _too_many(users: Mapping[str, Any], fails: int | None, kept: float | None) -> str:
+    """Return for how many requests the first number of users that does not fit keeps the SLO, and with which option."""
+    if fails is None or kept is None:
         return ""
-    devices = f"{users['num_devices']:,} device{'s' * (users['num_devices'] > 1)}"
-    answer = f"{fits:,} users fit on {devices}" if fits else f"No user fits on {devices}"
-    if fits is not None:
-        answer += f" ({_cost_of(users, users['points'], fits)})"
-    if host is not None and host["fits"] is not None:
-        cost = _cost_of(users, host["points"], host["fits"])
-        answer += f", {host['fits']:,} with {as_memory(host['memory_bytes'])} of host memory ({cost})"
-    if fails is None:
-        return f"{answer}; no limit was found"
-    kept = next(point["slo_ratio"] for point in users["points"] if point["users"] == fails)
-    answer += f"; {fails:,} users keep the SLO for {as_percent(kept)} of the requests"
-    better = [point for point in users["options"] if point["slo_ratio"] > kept]
-    if not better:
-        tried = ", ".join(point["option"] for point in users["options"])
-        return f"{answer}, and for no more with {tried}" if tried else answer
-    better.sort(key=lambda point: -point["slo_ratio"])
-    return f"{answer}, " + ", ".join(f"{as_percent(each['slo_ratio'])} with {each['option']}" for each in better)
-
-
-def _cost_of(users: dict[str, Any], points: list[dict[str, Any]], fits: int) -> str:
-    """Return the cost of serving `fits` users, in devices and device hours."""
-    point = next(point for point in points if point["users"] == fits)
-    hours = 1000 * point["device_hours"] / max(1, point["num_completed"])
-    return f"{users['num_devices'] / fits:.2f} devices a user, {hours:.2f} device hours per 1,000 requests"
+    noun, keep = ("user", "keeps") if fails == 1 else ("users", "keep")
+    alone = "Without host memory, " if any(answer["host_bytes"] for answer in users["answers"]) else ""
+    text = f". {alone}{fails:,} {noun} {keep} the SLO for {as_percent(kept)} of the requests"
+    better = sorted(
+        (point for point in users["options"] if point["slo_ratio"] > kept), key=lambda point: -point["slo_ratio"]
+    )
+    if better:
+        return f"{text}, " + ", ".join(f"{as_percent(each['slo_ratio'])} with {each['option']}" for each in better)
+    tried = ", ".join(point["option"] for point in users["options"])
+    return f"{text}, and for no more with {tried}" if tried else text
 
 
 def _heading(plan: dict[str, Any]) -> list[str]:
@@ -305,6 +349,8 @@ def _league(plan: dict[str, Any]) -> list[str | Table]:
             for row in replayed
         ]
         lines += ["", "the same, replayed", "", Table(columns, found)]
+    if (lead := plan.get("league_lead")) is not None and lead["is_ahead"]:
+        lines += ["", *wrapped(f"{lead['policy']}: {would_change(lead['sensitivity'])[0]}")]
     return lines
 
 
@@ -438,9 +484,10 @@ def lead(plan: Mapping[str, Any]) -> str:
     """Return the result of a plan in one or two sentences. Its sizes were replayed if the plan replayed anything."""
     latency = plan.get("latency")
     if latency is None:
-        return _of_curve(plan)
+        of_league = _of_league(plan)
+        return ". ".join([*of_league, _of_curve(plan), *([] if of_league else _of_half(plan))])
     has_answer = latency["slo_share"] is not None and latency["points"]
-    sentences = [_of_slo(plan, latency) if has_answer else _of_curve(plan)]
+    sentences = [*_of_league(plan), _of_slo(plan, latency) if has_answer else _of_curve(plan)]
     least = (plan.get("tiers") or {}).get("least_host")
     if least is not None:
         found = f"a replay finds {as_hits(least['hit_ratio'])} of prompt tokens"
@@ -458,7 +505,10 @@ def _of_slo(plan: Mapping[str, Any], latency: Mapping[str, Any]) -> str:
     share = as_percent(latency["slo_share"])
     options = latency["options"]
     if not options or not options[0]["keeps_slo"]:
-        nothing = f"Nothing that was tried keeps the SLO for {share} of requests"
+        most = max((point["devices"] for point in latency["points"]), default=1)
+        noun = "replicas" if plan["config"].get("device") is None else "GPUs"
+        tried = f", up to {most:,} {noun}," if most > 1 else ""
+        nothing = f"Nothing that was tried{tried} keeps the SLO for {share} of requests"
         closest = "".join(f": {each['named']} for {as_percent(each['slo_ratio'])}" for each in options[:1])
         return f"{nothing}{closest}"
     best = options[0]
@@ -470,7 +520,7 @@ def _of_slo(plan: Mapping[str, Any], latency: Mapping[str, Any]) -> str:
         text += f", {latency['confidence']['text']}"
     sentences = [*_spare(latency["sensitivity"]), text]
     if latency["prices"]["currency"]:
-        sentences.append(_money(best, latency["prices"]["currency"]))
+        sentences.append(money_of(best, latency["prices"]["currency"]))
     return ". ".join(sentences)
 
 
@@ -483,9 +533,10 @@ def _spare(sensitivity: Mapping[str, Any]) -> list[str]:
     return [f"{as_percent(share)} of the KV memory would be enough, and all of it lasts to {rate:.3g} times the rate"]
 
 
-def _money(option: Mapping[str, Any], currency: str) -> str:
+def money_of(option: Mapping[str, Any], currency: str, per_user: str = "") -> str:
+    """Return what an option costs an hour and per million tokens, as a sentence."""
     per_hour, per_million = option["price_per_hour"], option["price_per_million_tokens"]
-    text = f"It costs {currency} {per_hour:,.2f} an hour"
+    text = f"It costs {currency} {per_hour:,.2f} an hour{per_user}"
     return text if per_million is None else f"{text}, {currency} {per_million:,.4f} per million tokens"
 
 
@@ -494,18 +545,81 @@ def _of_curve(plan: Mapping[str, Any]) -> str:
         return f"H{plan['unknown_hits'][1:]}"
     counted = _counted(plan)
     most, pages = counted["most_hit_ratio"], counted["most_pages"]
-    config = plan.get("config") or {}
     if not most:
         return "No prompt repeats the beginning of another: no memory gives hits"
-    knees = [point for point in counted["knees"] if point["pages"] < pages]
     knee = ""
-    if knees:
-        point = knees[len(knees) // 2]
-        knee = f"{point['pages']:,} pages{in_memory(point['pages'], config)}, the knee, find "
+    if (point := _knee(counted)) is not None:
+        knee = f"{point['pages']:,} pages{_memory(point['pages'], plan)}, the knee, find "
         knee += f"{as_hits(point['hit_ratio'])} of prompt tokens; "
-    return (
-        f"{knee}{pages:,} pages{in_memory(pages, config)}, the working set, find all that there is, {as_percent(most)}"
-    )
+    return f"{knee}{pages:,} pages{_memory(pages, plan)}, the working set, find all that there is, {as_percent(most)}"
+
+
+def _of_half(plan: Mapping[str, Any]) -> list[str]:
+    """Return the hits of half of the knee's memory and of twice as much; empty where nothing is found."""
+    counted = _counted(plan)
+    if plan.get("config") or not counted["most_hit_ratio"] or not (knee := _knee(counted)):
+        return []
+    half, twice = (as_percent(_hits_at(counted["curve"], knee["pages"] * factor)) for factor in (0.5, 2))
+    return [f"Half of the knee's memory finds {half}, and twice as much {twice}"]
+
+
+def _knee(counted: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the middle knee below the working set; None without one."""
+    knees = [point for point in counted["knees"] if point["pages"] < counted["most_pages"]]
+    return knees[len(knees) // 2] if knees else None
+
+
+def _hits_at(curve: Mapping[str, Sequence[float]], pages: float) -> float:
+    """Return the hit ratio of a curve at a size, between its points on a line."""
+    from numpy import interp
+
+    return float(interp(pages, curve["pages"], curve["hit_ratio"], left=0.0))
+
+
+def _of_league(plan: Mapping[str, Any]) -> list[str]:
+    """Return a sentence on the policy that finds most more than LRU; empty if none were compared."""
+    rows = [row for row in plan.get("league") or () if "replayed" not in row]
+    if not rows:
+        return []
+    best = max(rows, key=lambda row: row["hit_ratio"] - row["lru_hit_ratio"])
+    config = plan.get("config") or {}
+    size = f"{best['pages']:,} pages{_memory(best['pages'], plan)}"
+    gained = 100 * (best["hit_ratio"] - best["lru_hit_ratio"])
+    lead = plan.get("league_lead")
+    of_replays = [] if lead is None else [_of_lead(lead, plan)]
+    if gained <= 0:
+        none = f"No policy finds more than LRU, {as_hits(best['lru_hit_ratio'])} of prompt tokens with {size}"
+        return [none, *of_replays]
+    found, points = as_hits(best["hit_ratio"]), f"{gained:.1f} point{'s' * (f'{gained:.1f}' != '1.0')}"
+    text = f"{best['policy']} finds {found} of prompt tokens with {size}, {points} more than LRU"
+    curve = _counted(plan)["curve"]
+    enough = next((each for each, hits in zip(*curve.values(), strict=True) if hits >= best["hit_ratio"]), None)
+    if enough is not None and enough > best["pages"]:
+        text += f", which needs {enough:,.0f} pages{in_memory(int(enough), config)} for as many"
+    sizes = {row["pages"] for row in rows}
+    ahead = {row["pages"] for row in rows if row["policy"] == best["policy"] and row["gap_closed"]}
+    if len(sizes) > 1:
+        text += f"; it is ahead of LRU at {len(ahead & sizes)} of {len(sizes)} sizes"
+    return [text, *of_replays]
+
+
+def _of_lead(lead: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
+    """Return what the policy that gains most on LRU gains when replayed, and in how many worlds."""
+    size = f"Replayed with {lead['pages']:,} pages{_memory(lead['pages'], plan)}"
+    if not lead["is_ahead"]:
+        return f"{size}, no policy is better than LRU; {lead['policy']} is ahead {lead['confidence']['text']}"
+    mean, of_lru = (as_duration(lead["ttft_ms_mean"][name]) for name in ("policy", "lru"))
+    kept = lead["slo_ratio"]
+    slo = "" if kept["lru"] is None else f", and keeps the SLO for {as_percent(kept['policy'])} of requests instead of "
+    slo += "" if kept["lru"] is None else as_percent(kept["lru"])
+    return f"{size}, {lead['policy']} has a mean TTFT of {mean} instead of {of_lru}{slo}, {lead['confidence']['text']}"
+
+
+def _memory(pages: int, plan: Mapping[str, Any]) -> str:
+    """Return the memory of pages, in parentheses: in GiB with a model, else in tokens."""
+    if config := plan.get("config"):
+        return in_memory(pages, config)
+    return f" ({pages * plan['page_size']:,} tokens)"
 
 
 def _without_host(plan: Mapping[str, Any]) -> float | None:
@@ -542,7 +656,7 @@ def render_fleets(plan: dict[str, Any]) -> Document:
         for point in fleets["front"]
     ]
     lines.append(Table(columns, rows))
-    lines += _recommended(fleets["options"])
+    lines += [*_recommended(fleets["options"]), "", *_paragraph(fleets["prices"]["text"])]
     if "scaler" in fleets:
         lines += _scaler(fleets["scaler"], share)
     lines += _assumption(fleets)

@@ -853,7 +853,8 @@ class ReplayConfig(
             values["start"] = msgspec.to_builtins(self.start)
         placement = values.pop("placement")
         if placement is not None:
-            values = {**msgspec.to_builtins(placement), **values}
+            assert self.placement is not None
+            values = {**self.placement.to_builtins(), **values}
         groups = values.pop("groups")
         if groups:
             values["page_bytes"] = self.memory.page_bytes

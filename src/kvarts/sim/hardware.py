@@ -184,11 +184,22 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """The origin of a configuration: names of model and device, and bytes of KV per token on each device."""
+    """The origin of a configuration: names of model and device, and bytes of KV per token on each device.
+
+    The rest is what was given for a server's start: the share of a device's memory, and in place of it bytes of KV
+    memory or a number of pages.
+    """
 
     model: str
     device: str
     kv_bytes_per_token: int
+    memory_fraction: float = 0.9
+    kv_memory_bytes: int | None = None
+    num_pages: int | None = None
+
+    def to_builtins(self) -> dict[str, Any]:
+        """Return what reports contain: the names, and the bytes of a token."""
+        return {name: getattr(self, name) for name in ("model", "device", "kv_bytes_per_token")}
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
@@ -357,7 +368,12 @@ def resolve_hardware(given: Given, *, counts_groups: bool = False) -> dict[str, 
             facts["num_layers"] = placed.geometry.num_layers
         if model.model is not None and on.device is not None:
             facts["placement"] = Placement(
-                model=model.model, device=on.device, kv_bytes_per_token=placed.kv_bytes_per_token
+                model=model.model,
+                device=on.device,
+                kv_bytes_per_token=placed.kv_bytes_per_token,
+                memory_fraction=on.memory_fraction,
+                kv_memory_bytes=kv_bytes_of(on),
+                num_pages=given["pages"] if "pages" in given else None,  # noqa: SIM401  (not a dict)
             )
         if on.data_parallel > 1:
             facts["data_parallel"] = on.data_parallel

@@ -21,7 +21,7 @@ from kvarts.sim.report.advice import HostMemory
 from kvarts.sim.report.report import Report
 from kvarts.sim.traffic.trace import Trace
 
-__all__ = ["MOST_REQUESTS", "MOST_STEPS", "ReplayTrials", "round_sizes", "spread_of"]
+__all__ = ["MOST_REQUESTS", "MOST_STEPS", "WORTHWHILE", "ReplayTrials", "round_sizes", "spread_of"]
 
 GIB, MIB = 1 << 30, 1 << 20
 RATIO = 1.1

@@ -28,7 +28,7 @@ from kvarts.core.kv.number_formats import dtype_bits, flops_dtype
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["Device", "device_names", "load_device"]
+__all__ = ["Device", "device_names", "load_device", "preset_name"]
 
 GIB = 1 << 30
 CPU_FIELDS = {"cores": "2", "bandwidth": "20GB/s", "memory": "16GiB", "ghz": "2.5", "flops_per_cycle": "32"}
@@ -93,6 +93,12 @@ def device_names() -> list[str]:
     return list(_presets())
 
 
+def preset_name(name: str) -> str:
+    """Return the name of the preset that `name` or a short name such as H200 stands for; any other name as it is."""
+    lower = SHORT_NAMES.get(name.lower(), name.lower())
+    return lower if lower in _presets() else name
+
+
 def load_device(name: str) -> Device:
     """Return a preset, by its name or short name (h200), a device described by a TOML file, or a CPU.
 
@@ -108,8 +114,8 @@ def load_device(name: str) -> Device:
         from pathlib import Path
 
         return _from_file(Path(name))
-    name = SHORT_NAMES.get(name.lower(), name)
-    preset = _presets().get(name.lower())
+    name = preset_name(name)
+    preset = _presets().get(name)
     if preset is None:
         raise ConfigError(
             f"{name!r} is not known",
@@ -118,7 +124,7 @@ def load_device(name: str) -> Device:
             or f"Use one of {', '.join(device_names())}, a file my.toml, or cpu:cores=8,bandwidth=80GB/s.",
         )
     return Device(
-        name.lower(),
+        name,
         preset["source"],
         preset["memory_gib"] * GIB,
         preset["bandwidth_gb_per_s"] * 1e9,
