@@ -652,7 +652,7 @@ class NaiveOffloadEngine(NaiveEngine):
         runs: list[list[Name]] = []
         for entry in upper.recency[: max(0, num_left)]:
             name: Any = entry.name
-            if not is_shared(name) or lower.has(name):
+            if not is_shared(name) or lower.has(name) or entry.is_spilled:
                 continue
             if runs and runs[-1][0].before is name:  # type: ignore[attr-defined]
                 runs[-1].insert(0, name)
@@ -766,7 +766,10 @@ class NaiveOffloadEngine(NaiveEngine):
             self.changed |= {each for each in (place - 1, place) if 0 <= each < len(self.tiers) - 1}
         elif self.is_exclusive and transfer.kind == "spill":
             self.changed.discard(transfer.place)  # it would be begun, and fail, for ever
-        for entries in transfer.sources:
+        for entries, (_, placement) in zip(transfer.sources, transfer.stores, strict=False):
+            for entry in entries if self.is_exclusive and is_good else ():
+                if entry.state == "stored" and entry.name in [each.name for each in placement.new]:
+                    entry.is_spilled = True
             self.tiers[transfer.place].unpin(entries)
         if transfer.kind == "spill" and not is_good:
             for _, placement in transfer.stores:

@@ -25,6 +25,7 @@ class Entry:
     state: str = "hole"
     pins: int = 0
     used_at: int = 0  # how many pages had arrived here by then
+    is_spilled: bool = False  # copied to the next tier since then
 
 
 @dataclass
@@ -88,6 +89,7 @@ class NaiveTier:
         for entry in reversed(entries):
             if entry.state == "stored":
                 entry.used_at = self.num_arrived
+                entry.is_spilled = False
                 if entry in self.recency:
                     self.recency.remove(entry)
                 self.recency.append(entry)

@@ -55,7 +55,7 @@ def assert_same(point: dict[str, Any], trace: Trace, config: ReplayConfig) -> No
 def test_points_of_latency(trace: Trace, config: ReplayConfig) -> None:
     plan = kvarts.plan(trace, config, at=[config.num_pages], slo_share=0.8)
     points = plan.values["latency"]["points"]
-    unchanged = [point for point in points if point["share_of_agents"] is None]
+    unchanged = [point for point in points if point["share_of_agents"] is None and not point["host_bytes"]]
     alone = [point for point in unchanged if (point["replicas"], point["rate"], point["cost_factor"]) == (1, 1.0, 1.0)]
     assert alone
     for point in alone[:4]:

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,7 @@ DAMAGES: list[tuple[type, str, Callable[[Any], Any], str]] = [
 """Methods of the parts and of their index, each with a damage to it, and words of the audit."""
 
 
+@pytest.mark.skipif(not isfunction(SizedTree.match), reason="methods of a compiled class call each other directly")
 @pytest.mark.parametrize(("owner", "method", "damage", "words"), DAMAGES, ids=[each[1] for each in DAMAGES])
 def test_an_audit_of_blocks_of_several_sizes_finds_damage(
     owner: type, method: str, damage: Callable[[Any], Any], words: str, monkeypatch: pytest.MonkeyPatch
@@ -347,6 +349,11 @@ def test_drafts_generate_tokens_at_the_rates_that_are_given(engine: str, method:
         ("qwen3.5-27b", {"max_seqs": 16}, "states of drafts"),
         ("llama-3.1-8b", {"speculative_method": "ngram"}, "one step after the other"),
         ("llama-3.1-8b", {"speculative_method": "medusa"}, "is not modelled"),
+        (
+            "llama-3.1-8b",
+            {"speculative_method": "eagle", "speculative_tokens": 0, "acceptance": None},
+            "has no effect without",
+        ),
         ("gpt-oss-20b", {"engine": "vllm==0.32"}, "replayed for models that keep every token"),
         ("gemma-4-31b", {"tensor_parallel": 2}, "blocks of several sizes"),
         ("llama-3.1-8b", {"host_memory": "8GiB"}, "names blocks otherwise with a connector"),

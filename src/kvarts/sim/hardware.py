@@ -105,6 +105,13 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 of=self,
                 hint=f"Give {', '.join(DRAFT_METHODS)}.",
             )
+        if self.speculative_method is not None and not self.speculative_tokens:
+            raise SettingError(
+                "has no effect without {speculative_tokens}",
+                "speculative_method",
+                of=self,
+                hint="Give {speculative_tokens} and {acceptance} too, or leave it out.",
+            )
         _ = self.rates
 
     @property

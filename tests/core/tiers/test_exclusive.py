@@ -88,6 +88,21 @@ def test_pinned_pages_stay() -> None:
     assert tier.held(content, 0, 3) == [(0, 2)]
 
 
+def test_what_was_spilled_is_spilled_again_once_it_was_used() -> None:
+    """Otherwise pages for which files have no room would replace each other there for ever."""
+    host, files = MemoryTier("host", 4), MemoryTier("disk", 4)
+    content = Content.from_tokens([1, 2, 3], page_size=1, owner=0)
+    store = host.prepare_store(content, 0, 3)
+    assert store is not None
+    host.complete_store(store)
+    assert next_evictions(host, files, 3) == [(content, 0, 3)]
+    host.note_spilled(content, 1, 3)
+    assert next_evictions(host, files, 3) == [(content, 0, 1)]
+    assert host.lookup(7, content, 0, 3) == 3
+    host.complete_load(host.prepare_load(7))
+    assert next_evictions(host, files, 3) == [(content, 0, 3)]
+
+
 def test_files_get_what_host_memory_evicts_and_no_more() -> None:
     """With files, each of three memories has other pages: more is found, and less is written, than by `lazy`."""
     lazy, exclusive = (summary_of(policy, PAGES // 2, disk_pages=PAGES) for policy in ("lazy", "exclusive"))

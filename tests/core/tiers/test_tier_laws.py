@@ -177,6 +177,18 @@ class TierMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.contents)
     @rule(data=st.data())
+    def is_spilled(self, data: st.DataObject) -> None:
+        """The next tier has copies of some pages."""
+        content = data.draw(st.sampled_from(self.contents))
+        end = data.draw(st.integers(0, content.num_known_pages))
+        start = data.draw(st.integers(0, end))
+        self.tier.note_spilled(content, start, end)
+        for name in self.names(content, end)[start:]:
+            if self.model.is_stored(name):
+                self.model.entries[name].is_spilled = True
+
+    @precondition(lambda self: self.contents)
+    @rule(data=st.data())
     def comes_again(self, data: st.DataObject) -> None:
         """The device has a page, and those before it, again."""
         content = data.draw(st.sampled_from(self.contents))
@@ -216,11 +228,11 @@ class TierMachine(RuleBasedStateMachine):
         assert tier.num_cached_blocks == model.num_cached()
         assert tier.num_used_blocks + tier.num_cached_blocks + model.num_empty == self.num_pages
         in_order = [
-            page_name(run.content, page)
+            (page_name(run.content, page), run.is_spilled)
             for run in tier.index.recency()
             for page in range(run.end - 1, run.start - 1, -1)
         ]
-        assert in_order == [entry.name for entry in model.recency]
+        assert in_order == [(entry.name, entry.is_spilled) for entry in model.recency]
         assert sorted(map(str, self.removed)) == sorted(map(str, model.removed))
         assert tier.index.longest_wait == model.longest_wait
         for limit in range(4):

@@ -161,7 +161,7 @@ def test_a_model_that_dies_fails_its_requests_and_frees_its_memory(
         (["--set", "static_split=true"], "--set static_split: is for several models on one device."),
         (
             ["--model", "a=llama-3.1-8b:wieght=2"],
-            "--model a: 'wieght=2' is not known. Known: weight_dtype, kv_dtype, speculative_tokens, max_model_len, ",
+            "--model a: 'wieght=2' is not known. Known: weight_dtype, kv_dtype, speculative_tokens, ",
         ),
         (["--model", "a=llama-3.1-8b:weight=two"], "--model a: weight: 'two' is not a number"),
         (

@@ -73,14 +73,15 @@ class TierRun:
 
     `slots`: ids of the tier's pages; None if they are only counted, or in a hole. `placement`: the placement that a
     coming run belongs to. `writer`: the number of the engine that stored it, where several share the tier. `used_at`:
-    how many pages had arrived in the tier when it was last used. `older` and `newer`: neighbours in the order of
-    recency, for stored runs.
+    how many pages had arrived in the tier when it was last used. `is_spilled`: whether it has been copied to the next
+    tier since then. `older` and `newer`: neighbours in the order of recency, for stored runs.
     """
 
     __slots__ = (
         "children",
         "content",
         "end",
+        "is_spilled",
         "key",
         "newer",
         "older",
@@ -116,6 +117,7 @@ class TierRun:
         self.slots: list[PageId] | None = None
         self.writer = writer
         self.used_at = 0
+        self.is_spilled = False
         self.placement: Placement | None = None
         self.older: TierRun | None = None
         self.newer: TierRun | None = None
@@ -297,7 +299,8 @@ class TierIndex:
         if children is not None and len(children) == 1 and run.state is stored:
             (child,) = children.values()
             is_alike = child.pins == run.pins and child.state is stored and child.writer == run.writer
-            if is_alike and child.newer is run and child.used_at == run.used_at:
+            is_alike = is_alike and child.used_at == run.used_at and child.is_spilled == run.is_spilled
+            if is_alike and child.newer is run:
                 newer = run.newer
                 assert newer is not None
                 child.newer = newer
@@ -327,6 +330,7 @@ class TierIndex:
             parent = node.parent
             if node.state is stored:
                 node.used_at = now
+                node.is_spilled = False
                 if node.newer is not None:
                     _unlist(node)
                 if (
@@ -513,6 +517,15 @@ class TierIndex:
                 self.told_of = moving.writer
                 self.on_removed(moving.content, moving.start, moving.end)
 
+    def note_spilled(self, content: Content, start: int, end: int) -> None:
+        """Note that those of pages [start, end) that are stored have been copied to the next tier."""
+        for run, first, last in list(self._path(content, end)):
+            if last > start and run.state is STORED:
+                spilled = self._split(run, last) if last < run.end else run
+                if first < start:
+                    self._split(spilled, start)
+                spilled.is_spilled = True
+
     def drop(self, content: Content, page: int) -> None:
         """Drop `page` and all later pages."""
         for run, _, position in self._path(content, page + 1):
@@ -645,6 +658,7 @@ class TierIndex:
         head.placement = run.placement
         head.writer = run.writer
         head.used_at = run.used_at
+        head.is_spilled = run.is_spilled
         self.num_holes += run.state is NodeState.HOLE
         if run.slots is not None:
             head.slots = run.slots[: at - run.start]

@@ -404,8 +404,12 @@ class PageLayout(Layout[MemoryTier]):
         tier = self.tiers[copies.target]
         for store in of_pages.stores:
             tier.complete_store(store, is_stored=is_stored)
-        for source in of_pages.sources:
-            self.tiers[copies.target - 1].end_read(source)
+        for source, store in zip(of_pages.sources, of_pages.stores, strict=False):
+            upper = self.tiers[copies.target - 1]
+            if is_stored and self._late_spills is not None:
+                for segment in store.segments:
+                    upper.note_spilled(source.content, segment.start, segment.end)
+            upper.end_read(source)
         if not is_stored:
             self._lose_after_failed(of_pages)
         order = self._order
@@ -627,7 +631,11 @@ class PageLayout(Layout[MemoryTier]):
 
 
 def next_evictions(upper: MemoryTier, lower: MemoryTier, num_pages: int) -> list[tuple[Content, int, int]]:
-    """Return those of the next `num_pages` pages that `upper` evicts which `lower` lacks; not of unknown tokens."""
+    """Return those of the next `num_pages` pages that `upper` evicts which `lower` lacks; not of unknown tokens.
+
+    A page is spilled once, until it is used again: otherwise pages for which a lower tier that is too small has no room
+    would replace each other for ever.
+    """
     chosen: list[tuple[Content, int, int]] = []
     if num_pages <= 0:
         return chosen
@@ -636,7 +644,7 @@ def next_evictions(upper: MemoryTier, lower: MemoryTier, num_pages: int) -> list
         first = max(run.start, run.end - num_pages)
         num_pages -= run.end - first
         last = min(run.end, content.num_known_pages)
-        for start, end in reversed(lower.absent(content, first, last)):
+        for start, end in () if run.is_spilled else reversed(lower.absent(content, first, last)):
             if chosen and precedes(content, end, chosen[-1][0], chosen[-1][1]):
                 chosen[-1] = chosen[-1][0], start, chosen[-1][2]
             else:

@@ -379,7 +379,10 @@ class PartLayout(Layout[PartTier]):
         return spill if spill.num_blocks else None
 
     def _next_evictions(self, place: int) -> list[Spill]:
-        """Return what the tier at `place` evicts next; not of unknown tokens, nor what the device has yet to store."""
+        """Return what the tier at `place` evicts next, unless it has been spilled since it was used.
+
+        Not of unknown tokens, nor what the device has yet to store.
+        """
         upper, lower = self.tiers[place], self.tiers[place + 1]
         num_pages = self._policy.exclusive_pages
         assert num_pages is not None
@@ -397,7 +400,7 @@ class PartLayout(Layout[PartTier]):
             above: list[tuple[PartRun, int, int]] = []
             find(run.span.parts[run.group], start, run.end, above)
             is_copy = above and all(each.is_wanted for each, _, _ in above)
-            if not is_copy and start < (end := min(run.end, content.num_known_pages)):
+            if run.is_wanted and not is_copy and start < (end := min(run.end, content.num_known_pages)):
                 chosen.append((content, run.group, start, end))
         return chosen
 
@@ -603,7 +606,10 @@ class PartLayout(Layout[PartTier]):
         for spill in arrived:
             self.backlog.add(target, *spill)
         if target:
-            self.tiers[target - 1].unpin(of_parts.pins[target - 1])
+            source = of_parts.pins[target - 1]
+            for run in (run for runs in source.held for run in runs if is_stored):
+                run.is_wanted = False  # else parts that find no room together would replace each other for ever
+            self.tiers[target - 1].unpin(source)
         for held in reversed(of_parts.above):
             self._parts.unhold(held, go_first=is_stored and self._policy.goes_first)
         self._cache.count()

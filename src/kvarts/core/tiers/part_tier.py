@@ -151,6 +151,7 @@ class PartTier(RunAccount):
                         self.events.came(run.content, index, span, run.start, run.end)
                         self.events.flush()
                     run.list_index = self._here + index
+                    run.is_wanted = True
                     span.parts[run.list_index].append(run)
                     if index in self._whole:
                         ends.append(run)
@@ -361,6 +362,7 @@ class PartTier(RunAccount):
                 if run.start >= end or run.end <= start:
                     continue
                 used = run.cut(max(start, run.start), min(end, run.end))
+                used.is_wanted = True
                 if used.holders:
                     slot = used.slot
                     assert slot is not None, "a pinned part has no place"

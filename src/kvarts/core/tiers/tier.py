@@ -56,6 +56,7 @@ class MemoryTier:
         self.lose = self.index.lose
         self.move_out = self.index.move_out
         self.missing = self.index.missing
+        self.note_spilled = self.index.note_spilled
         self.num_forsaken = self.index.num_forsaken
         self.vacate = self.index.vacate
         self._pins: dict[int, Pin] = {}

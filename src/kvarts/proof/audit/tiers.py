@@ -315,6 +315,8 @@ class PartsBelow:
         """Loads by request: those in progress, and those that ended before their request runs."""
         self._ended: list[int] = []
         """Requests that do not resume from their ended load; they release their parts when a step begins."""
+        self._just_ended: set[int] = set()
+        """Requests whose load has ended since the last step began: cancelled, they keep their parts until the next."""
         self._used: dict[int, int] = {}
         """Transfers under way that the last step used, and their blocks: they must end before the next one begins."""
 
@@ -470,6 +472,7 @@ class PartsBelow:
             return
         load = self._loads[event.request]
         load.has_ended = True
+        self._just_ended.add(event.request)
         if self._has_turns:
             num_blocks = sum(self._ledger.groups[part.group].part_blocks for _, _, part in load.incoming)
             load.is_dropped = load.is_dropped or event.num_good_blocks < num_blocks
@@ -494,6 +497,7 @@ class PartsBelow:
         Those that still compute what precedes their loaded pages keep them until then.
         """
         ended, self._ended = self._ended, []
+        self._just_ended.clear()
         for request in ended:
             load = self._loads[request]
             if self._has_turns and not load.is_cancelled:
@@ -529,7 +533,10 @@ class PartsBelow:
             if load.has_ended and request not in self._ended:
                 self._ended.append(request)
             return True
-        if load.has_arrived or all(part.name is not None for _, _, part in load.incoming):
+        if request in self._just_ended:
+            if request not in self._ended:
+                self._ended.append(request)
+        elif load.has_arrived or all(part.name is not None for _, _, part in load.incoming):
             self._end_promise(self._loads.pop(request))
             return False
         load.is_dropped = True
