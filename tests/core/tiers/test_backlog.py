@@ -6,7 +6,8 @@ import pytest
 
 from kvarts.core.content import Content
 from kvarts.core.tiers import store_policy
-from kvarts.core.tiers.store_policy import Backlog, Spill
+from kvarts.core.tiers.store_policy import Backlog, Duplicates, Spill
+from kvarts.core.tiers.tier import MemoryTier
 
 
 def content_of(*tokens: int) -> Content:
@@ -53,3 +54,20 @@ def test_runs_that_were_evicted_are_removed_from_a_long_queue(monkeypatch: pytes
     for content in contents[2:]:
         waiting.add(0, content, 0, 0, 1)
     assert [content for content, *_ in waiting.spills[0]] == contents[1:]
+
+
+def test_duplicates_that_the_device_or_host_memory_has_lost_are_removed_from_a_long_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_policy, "PRUNE_AT", 2)
+    host, contents = MemoryTier("host", 4), [content_of(token) for token in range(4)]
+    for content in contents[1:]:
+        store = host.prepare_store(content, 0, 1)
+        assert store is not None
+        host.complete_store(store)
+    duplicates = Duplicates([host], num_free=0, num_here=lambda content, end: 0 if content is contents[1] else end)
+    for content in contents[:3]:
+        duplicates.add(content, 0, 1)
+    assert len(duplicates) == 1
+    duplicates.add(contents[3], 0, 1)
+    assert len(duplicates) == 2

@@ -46,7 +46,7 @@ class TierMachine(RuleBasedStateMachine):
         self.tier = MemoryTier("host", num_pages, with_slots=self.with_slots)
         self.tier.listen(None, self.on_removed)
         self.model = NaiveTier(num_pages)
-        self.duplicates = Duplicates(self.tier, self.num_here)
+        self.duplicates = Duplicates([self.tier], num_free=0, num_here=self.num_here)
         self.again: list[Name] = []
         self.device: set[Name] = set()
         self.contents: list[Content] = []

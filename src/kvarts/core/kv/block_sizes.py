@@ -124,7 +124,7 @@ class SizedParts(RunCache):
         self._block_pages = [group.block_pages for group in memory.groups]
         self._hit_pages = memory.hit_pages
         self._counts_pages = False
-        self.empties_open = [group.is_bounded for group in memory.groups]
+        self.empty_open()
         return SizedTree(memory, self.page_size, self.decodes.look, num_below=num_below)
 
     def _num_beyond(self, table: RunTable, index: int) -> int:

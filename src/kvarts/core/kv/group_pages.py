@@ -170,7 +170,7 @@ class GroupPages(Cache):
             lag=int(plans_ahead),
         )
         if names_decodes:  # else each page is named in the step that fills it, before its window passes it
-            self.parts.empties_open = [group.is_bounded for group in memory.groups]
+            self.parts.empty_open()
         self.orders_releases = any(self.parts.empties_open)
         self.match = self.parts.match
         self.needs = PartNeeds(self)

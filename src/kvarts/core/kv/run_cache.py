@@ -108,6 +108,10 @@ class RunCache(RunAccount):
         tree = self.tree = self._open_tree(memory, num_below, at_branches)
         self.match = tree.match
 
+    def empty_open(self) -> None:
+        """Let all parts of bounded groups become empty that are released before they can be found."""
+        self.empties_open = [group.is_bounded for group in self.groups]
+
     def _open_tree(self, memory: GroupMemory, num_below: int, finds_branches: bool) -> SpanTree:
         """Return the index of its parts."""
         return SpanTree(memory, self.page_size, self.decodes.look, num_below=num_below, finds_branches=finds_branches)

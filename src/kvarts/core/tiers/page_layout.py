@@ -150,12 +150,11 @@ class PageLayout(Layout[MemoryTier]):
         self._cache = cache
         self._policy = policy
         self._order = order
-        self._exclusive_free = exclusive_free
         self._late_spills: LateSpills | None = None
         self._duplicates: Duplicates | None = None
         if exclusive_free is not None:
-            self._duplicates = Duplicates(self.own[0], partial(self._num_above, 0))
-            self.backlog = self._late_spills = LateSpills(len(self.own))
+            self._duplicates = Duplicates(self.own, num_free=exclusive_free, num_here=partial(self._num_above, 0))
+            self.backlog = self._late_spills = LateSpills(len(self.own), exclusive_free)
         self._swaps = swaps
         self._emit = emit
         for place, tier in enumerate(self.own):
@@ -356,9 +355,8 @@ class PageLayout(Layout[MemoryTier]):
         late.changed[place] = False
         copies = PageCopies(place + 1)
         room = self._room(place + 1, now_ns)
-        assert self._exclusive_free is not None
         # More pages than a tier holds would replace each other for ever.
-        num_pages = min(self._exclusive_free, upper.num_pages, lower.num_pages) - upper.num_empty_blocks
+        num_pages = min(late.num_pages, upper.num_pages, lower.num_pages) - upper.num_empty_blocks
         for content, start, end in next_evictions(upper, lower, num_pages):
             if room and not self._is_reached(place + 1, content, start):
                 continue
@@ -541,11 +539,8 @@ class PageLayout(Layout[MemoryTier]):
 
     def _on_grown(self, content: Content, start: int, end: int) -> None:
         """Mark pages [start, end), which the device has again, as held by tiers, or release them there."""
-        if self._exclusive_free is not None and self._duplicates is not None:
+        if self._duplicates is not None:
             self._duplicates.add(content, start, end)
-            for tier in self.own[1:]:
-                if tier.num_empty_blocks < self._exclusive_free:
-                    tier.move_out(content, start, end)
         self._marks.mark_as_held(content, start, end)
 
     def _lose_gone(self) -> None:
@@ -644,7 +639,8 @@ def next_evictions(upper: MemoryTier, lower: MemoryTier, num_pages: int) -> list
         first = max(run.start, run.end - num_pages)
         num_pages -= run.end - first
         last = min(run.end, content.num_known_pages)
-        for start, end in () if run.is_spilled else reversed(lower.absent(content, first, last)):
+        missing = [] if run.is_spilled else lower.absent(content, first, last)
+        for start, end in reversed(missing):
             if chosen and precedes(content, end, chosen[-1][0], chosen[-1][1]):
                 chosen[-1] = chosen[-1][0], start, chosen[-1][2]
             else:

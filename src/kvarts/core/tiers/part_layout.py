@@ -124,7 +124,7 @@ class PartLayout(Layout[PartTier]):
         self.counts_blocks = True
         self._late_spills: LateSpills | None = None
         if policy.exclusive_pages is not None:
-            self.backlog = self._late_spills = LateSpills(len(self.own))
+            self.backlog = self._late_spills = LateSpills(len(self.own), policy.exclusive_pages)
         tier = self.tier = self.tiers[0]
         # A state at the end of the first pages would have to be replaced by that at the end of the others.
         self.can_split = not cache.memory.has_states

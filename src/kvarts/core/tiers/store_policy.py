@@ -20,7 +20,7 @@ from kvarts.core.tiers.tier import MemoryTier
 __all__ = ["Backlog", "Duplicates", "EagerPolicy", "LateSpills", "LazyPolicy", "PagePolicy", "Spill"]
 
 PRUNE_AT = 10_000
-"""How many runs may wait to be spilled before those that have been evicted since are removed from the queue."""
+"""How many runs may wait in a queue before those that are of no use any more are removed from it."""
 
 Spill = tuple[Content, int, int, int]
 """A content, a group, and pages of it: the first, and the one after the last."""
@@ -84,24 +84,36 @@ class Backlog:
 
 
 class Duplicates:
-    """Pages that the device has again, and `host` still has. They are released there when it needs room.
+    """Pages that the device has again, and `tiers` still have. The first tier releases them when it needs room.
 
     The last to come are released first: the device evicts them last, and they must be stored again only then. Pages
-    that waited half as long again as any that was used are evicted before that. `num_here`: how many of the first pages
-    of a content, at most a number of them, the device has.
+    that waited half as long again as any that was used are evicted before that. A slower tier with fewer empty pages
+    than `num_free` releases them at once. `num_here`: how many of the first pages of a content, at most a number of
+    them, the device has.
     """
 
-    MOST_RUNS = 1 << 16
-    """Runs before the last of these are forgotten, and evicted by their age."""
-
-    def __init__(self, host: MemoryTier, num_here: Callable[[Content, int], int]) -> None:
-        self._host = host
+    def __init__(self, tiers: Sequence[MemoryTier], *, num_free: int, num_here: Callable[[Content, int], int]) -> None:
+        self._host, *self._slower = tiers
+        self._num_free = num_free
         self._num_here = num_here
-        self._runs: deque[tuple[Content, int, int]] = deque(maxlen=self.MOST_RUNS)
+        self._runs: list[tuple[Content, int, int]] = []
+        self._prune_at = PRUNE_AT
+
+    def __len__(self) -> int:
+        return len(self._runs)
 
     def add(self, content: Content, start: int, end: int) -> None:
         """Note that the device has pages [start, end) again, or for the first time."""
+        for tier in self._slower:
+            if tier.num_empty_blocks < self._num_free:
+                tier.move_out(content, start, end)
         self._runs.append((content, start, end))
+        if len(self._runs) > self._prune_at:
+            self._runs = [run for run in self._runs if self._is_in_both(*run)]
+            self._prune_at = max(PRUNE_AT, 2 * len(self._runs))
+
+    def _is_in_both(self, content: Content, start: int, end: int) -> bool:
+        return bool(self._host.held(content, start, self._num_here(content, end)))
 
     def make_room(self, num_pages: int) -> None:
         """Release duplicates until `num_pages` can be stored without an eviction that may cost a hit."""
@@ -125,11 +137,13 @@ class Duplicates:
 class LateSpills(Backlog):
     """What each tier evicts next is copied to the next tier shortly before: nothing is queued as it arrives.
 
-    `changed`: by tier but the last, whether it may evict other pages next than when it was last asked.
+    `num_pages`: how many of these are copied. `changed`: by tier but the last, whether it may evict other pages next
+    than when it was last asked.
     """
 
-    def __init__(self, num_tiers: int) -> None:
+    def __init__(self, num_tiers: int, num_pages: int) -> None:
         super().__init__(num_tiers, lambda place, spill: True)
+        self.num_pages = num_pages
         self.changed = [False] * (num_tiers - 1)
 
     def is_due(self, place: int) -> bool:

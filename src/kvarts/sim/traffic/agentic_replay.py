@@ -213,10 +213,10 @@ class AgenticLoop:
             self._release(lane, lane.play.on_end[place], now_ns)
             if not lane.num_left:
                 number = self._lanes.index(lane)
-                self._lanes[number] = self._begun(now_ns, lane.budget)
+                lane = self._lanes[number] = self._begun(now_ns, lane.budget)
         if self._end_ns is None and not self._in_flight and not any(lane.due_ns for lane in self._lanes):
             self._next_stage(now_ns)
-        self._cap(now_ns)
+        self._cap([lane], now_ns)
 
     def again(self, request: TraceRequest, now_ns: int) -> bool:
         """Return False: an abandoned request is not sent again."""
@@ -302,7 +302,7 @@ class AgenticLoop:
             held, lane.held_ns = lane.held_ns, {}
             for place, delay_ns in held.items():
                 self._due(lane, place, now_ns + delay_ns)
-        self._cap(now_ns)
+        self._cap(self._lanes, now_ns)
 
     # Times ------------------------------------------------------------------------------------------------
 
@@ -336,12 +336,12 @@ class AgenticLoop:
         self._num_queued += 1
         heappush(self._queue, (due_ns, self._num_queued, lane, place))
 
-    def _cap(self, now_ns: int) -> None:
-        """Move what is due later than the idle times allow: of each play, then of all."""
+    def _cap(self, changed: Sequence[_Lane], now_ns: int) -> None:
+        """Move what is due later than the idle times allow: of each play in lanes that have changed, then of all."""
         if self._end_ns is None:
             return
         if self._trace_cap_ns is not None:
-            for lane in self._lanes:
+            for lane in changed:
                 if lane.due_ns and not lane.num_in_flight:
                     self._move([lane], now_ns + self._trace_cap_ns)
         if self._system_cap_ns is not None and not self._in_flight:
