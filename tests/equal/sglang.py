@@ -36,6 +36,7 @@ ROWS = {
     "dfs-weight": "depth first in the tree",
     "priority": "priority scheduling, with and without preemption",
     "eviction": "the radix cache evicts by lfu, slru, tlru or priority",
+    "receive": "requests are received after some steps of decodes only",
     "events": "KV events as SGLang's own code publishes them, of tenants with salts",
     "host": "host memory below the tree, written through, written through selectively, or written back",
     "storage": "storage below host memory, with the three policies of prefetches",
@@ -98,6 +99,10 @@ def draw_load(row: str, seed: int) -> SglangLoad:
         load.retraction = draw.choice(["length", "priority"])
         for ask in asks:
             ask.priority = draw.choice([0, 0, 5, 20, 100, -30])
+    if row == "receive":
+        load.recv_interval, load.ignore_eos = draw.choice([2, 3, 8, 30, 100, 1001]), draw.random() < 0.5
+        if not load.ignore_eos:
+            load.conservativeness = draw.choice([1.0, 0.3, 0.1])
     if row == "events":
         load.has_events, load.ignore_eos = True, draw.random() < 0.5
         if not load.ignore_eos:

@@ -20,6 +20,7 @@ from kvarts.doors.kv_events.batches import Batch
 from kvarts.doors.kv_events.sglang import SglangReader, SglangWire
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import planning_of, storage_of
+from kvarts.sim.replica import Receiving
 
 from oracles.naive_sglang import SglangLoad, SglangStep
 
@@ -86,6 +87,7 @@ def config_of(load: SglangLoad) -> ReplayConfig:
         disable_priority_preemption=load.priorities and not load.preempts,
         priority_scheduling_preemption_threshold=load.threshold if load.priorities else 10,
         retraction_policy=load.retraction,  # type: ignore[arg-type]
+        scheduler_recv_interval=load.recv_interval,
         hicache_ratio=load.host_ratio,
         hicache_write_policy=load.write_policy,  # type: ignore[arg-type]
         **_storage_of(load),
@@ -156,6 +158,8 @@ def kvarts_steps(load: SglangLoad, *, checks_laws: bool = True, cancels: float =
                 tokens = load.asks[index].prompt + load.asks[index].output
                 content = Content.from_tokens(tokens, page_size=page_size, owner=-1 - index)
                 storage.store(content, len(tokens) // page_size)
+    door = Receiving(set(), load.recv_interval)
+    is_late = True
     num_arrived = number = num_ended = 0
     live: dict[int, Request] = {}
     draw = Random(len(load.asks))
@@ -166,9 +170,11 @@ def kvarts_steps(load: SglangLoad, *, checks_laws: bool = True, cancels: float =
             tokens = ask.prompt + ask.output
             content = Content.from_tokens(tokens, page_size=page_size, owner=num_arrived, salt=ask.salt)
             request = Request(num_arrived, content, len(ask.prompt), len(ask.output), now_ns, priority=ask.priority)
-            assert engine.submit(request, now_ns) is None
+            door.add(request)
             live[num_arrived] = request
             num_arrived += 1
+        for request in door.enter(is_late=is_late):
+            assert engine.submit(request, now_ns) is None
         step = recorder.step = SglangStep()
         for clock in clocks:
             clock.now = number
@@ -182,6 +188,8 @@ def kvarts_steps(load: SglangLoad, *, checks_laws: bool = True, cancels: float =
                 del live[request.index]
         else:
             engine.emit()
+        door.end(1, has_prompts=bool(engine.batch.chunks))
+        is_late = not engine.has_work
         if step.retracted:  # in the order in which they were queued again
             places = {request.index: place for place, request in enumerate(scheduler.waiting)}
             step.retracted.sort(key=places.__getitem__)

@@ -91,6 +91,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch, split_cached_
 from sglang.srt.managers.schedule_policy import SchedulePolicy  # noqa: E402
 from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
 from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker  # noqa: E402
+from sglang.srt.managers.scheduler_components.recv_skipper import SchedulerRecvSkipper  # noqa: E402
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator  # noqa: E402
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator  # noqa: E402
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
@@ -282,6 +283,7 @@ def sglang_steps(load: SglangLoad) -> Iterator[SglangStep]:
         "attention_backend": "torch_native",
         "disable_overlap_schedule": not load.overlap,
         "schedule_conservativeness": load.conservativeness,
+        "scheduler_recv_interval": load.recv_interval,
         "pp_max_micro_batch_size": load.max_running,
     }
     if load.host_ratio:
@@ -300,10 +302,15 @@ def _steps(load: SglangLoad) -> Iterator[SglangStep]:
     if load.has_events:
         assert msgspec.to_builtins(server.tree_cache.take_events()) == [{"type": "AllBlocksCleared"}]
     number = num_arrived = num_ended = 0
+    skipper = SchedulerRecvSkipper.maybe_create()
+    has_none = True
     continuing = None
     while num_ended < len(load.asks):
         CLOCK.now += 1
-        while num_arrived < len(load.asks) and load.asks[num_arrived].step <= number:
+        receives = skipper is None or skipper.handle(server.last_batch)
+        while not receives and has_none:  # it makes steps without work as fast as it can
+            receives = skipper.handle(None)
+        while receives and num_arrived < len(load.asks) and load.asks[num_arrived].step <= number:
             server._add_request_to_queue(_request(load, num_arrived))
             num_arrived += 1
         server.retracted, server.aborted = [], []
@@ -337,6 +344,7 @@ def _steps(load: SglangLoad) -> Iterator[SglangStep]:
         server.last_batch = batch
         step.retracted, step.aborted = server.retracted, server.aborted
         num_ended += len(step.ended) + len(step.aborted)
+        has_none = num_ended == num_arrived and not (load.overlap and batch)
         is_idle = batch is None and not (load.overlap and last) and server.running_batch.is_empty()
         if is_idle and not server.waiting_queue and server.chunked_req is None:
             server.new_token_ratio_tracker.reset()

@@ -41,6 +41,7 @@ class SglangLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `priorities`: requests wait in their order; with `preempts`, one that finds no place preempts those whose priority
     is lower by more than `threshold`. `retraction`: whom decodes retract first, by `length` or by `priority`.
+    `recv_interval`: steps of decodes after which requests are received; a step of prompts counts as a thousand.
     `has_events`: steps have KV events, which the restatement has not. `host_ratio`: the size of host memory, as a
     multiple of the device's; 0 for none. What of it is written is decided by `write_policy`; a copy to the host, or to
     the device, takes so many steps. `prefetch_policy`: how long requests wait for storage below it, "" without any;
@@ -65,6 +66,7 @@ class SglangLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     preempts: bool = True
     threshold: int = 10
     retraction: str = "length"
+    recv_interval: int = 1
     has_events: bool = False
     host_ratio: float = 0.0
     write_policy: str = "write_through"
@@ -690,9 +692,14 @@ class NaiveSglang:
 def naive_steps(load: SglangLoad) -> Iterator[SglangStep]:
     """Yield what the restatement does in each step, until all requests have ended."""
     server, requests = NaiveSglang(load), [_Req(index, ask) for index, ask in enumerate(load.asks)]
-    step = num_arrived = 0
+    step = num_arrived = count = 0
     while not all(each.is_over for each in requests):
-        arrived = [each for each in requests[num_arrived:] if each.ask.step <= step]
+        arrived: list[_Req] = []
+        count += 1000 if server.last is not None and server.last[0] == "prefill" else 1
+        has_none = server.queued is None and all(each.is_over for each in requests[:num_arrived])
+        if count >= load.recv_interval or has_none:  # without work, steps take no time
+            count = 0
+            arrived = [each for each in requests[num_arrived:] if each.ask.step <= step]
         num_arrived += len(arrived)
         yield server.run_step(arrived)
         step += 1

@@ -510,6 +510,8 @@ LEAPS: list[dict[str, Any]] = [
     {},
     {"disable_overlap_schedule": True},
     {"schedule_conservativeness": 0.1},
+    {"scheduler_recv_interval": 7},
+    {"scheduler_recv_interval": 30, "disable_overlap_schedule": True, "frontend_ms": 3},
     {"schedule_policy": "dfs-weight", "radix_eviction_policy": "slru"},
     {"enable_priority_scheduling": True, "schedule_conservativeness": 0.3, "max_seqs": 8, "concurrency": 20},
     {"hicache_ratio": 0.5},

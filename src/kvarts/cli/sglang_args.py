@@ -36,6 +36,7 @@ KEYS = {
     "max-queued-requests": "max_queued",
     "schedule-policy": "schedule_policy",
     "schedule-conservativeness": "schedule_conservativeness",
+    "scheduler-recv-interval": "scheduler_recv_interval",
     "radix-eviction-policy": "radix_eviction_policy",
     "radix-eviction-policy-config": "radix_eviction_policy_config",
     "priority-scheduling-preemption-threshold": "priority_scheduling_preemption_threshold",

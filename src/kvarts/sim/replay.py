@@ -411,7 +411,13 @@ def build_replica(
     """Build an engine in virtual time whose steps take as long as `cost` returns."""
     executor = SimExecutor(cost)
     engine = build_engine(config, executor, storage, planning, watching)
-    return Replica(engine, executor, step_by_step=config.step_by_step, plans_ahead=config.async_scheduling)
+    return Replica(
+        engine,
+        executor,
+        step_by_step=config.step_by_step,
+        plans_ahead=config.async_scheduling,
+        recv_interval=config.scheduler_recv_interval,
+    )
 
 
 def open_ranks(config: ReplayConfig, readers: Sequence[Sequence[EventReader]]) -> tuple[list[Replica], Ranks]:

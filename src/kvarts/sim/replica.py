@@ -30,13 +30,15 @@ from kvarts.core.sched.wheel import PagesDue
 from kvarts.cost.simulated import LeapTimes
 from kvarts.sim.router import Routed
 
-__all__ = ["NEVER_NS", "Joining", "Replica", "tell_by_step"]
+__all__ = ["NEVER_NS", "Joining", "Receiving", "Replica", "tell_by_step"]
 
 
 FAR_NS: Final = 1_000_000_000
 """A useful distance to look ahead for ends: requests arrive more often than that."""
 NO_TIMES: Final[list[int]] = []
 """The starts of steps whose events need none."""
+OF_PROMPTS: Final = 1000
+"""What a step of prompts counts as before requests are received."""
 MOST_STEPS: Final = 1 << 16
 """The most steps of a leap: bounds the memory of its event."""
 
@@ -45,11 +47,17 @@ class Replica:
     """An engine in virtual time: its executor gives the durations of steps.
 
     Owner of the current activity: a step, a leap or a pause. `step_by_step`: never do many steps at once.
-    `plans_ahead`: the next step is planned while one runs (Joining).
+    `plans_ahead`: the next step is planned while one runs (Joining). `recv_interval`: as of Receiving.
     """
 
     def __init__(
-        self, engine: Engine, executor: VirtualExecutor, *, step_by_step: bool = False, plans_ahead: bool = False
+        self,
+        engine: Engine,
+        executor: VirtualExecutor,
+        *,
+        step_by_step: bool = False,
+        plans_ahead: bool = False,
+        recv_interval: int = 1,
     ) -> None:
         self.engine = engine
         self.config = engine.config
@@ -58,9 +66,11 @@ class Replica:
         self._decode_times = getattr(executor, "decode_times", None)
         self._tiers = engine.below
         self._leaps = not step_by_step
-        self._joining: Joining | None = None
+        self._door: Door | None = None
         if plans_ahead:
-            self._joining = Joining(self.scheduler.coming)
+            self._door = Joining(self.scheduler.coming)
+        elif recv_interval > 1:
+            self._door = Receiving(self.scheduler.coming, recv_interval)
         self._pool_tokens = engine.config.pool_tokens
         self._is_under_way = False
         self._plans_late = True
@@ -90,7 +100,7 @@ class Replica:
     @property
     def num_joining(self) -> int:
         """The number of requests that wait for a step that is not planned yet."""
-        return 0 if self._joining is None else self._joining.num_requests
+        return 0 if self._door is None else self._door.num_requests
 
     @property
     def known_tokens(self) -> int:
@@ -100,7 +110,7 @@ class Replica:
     @property
     def plans_ahead(self) -> bool:
         """Whether the next step is planned while one runs."""
-        return self._joining is not None
+        return isinstance(self._door, Joining)
 
     def wake(self, now_ns: int) -> None:
         """End a pause at `now_ns`, because a request arrives."""
@@ -112,10 +122,10 @@ class Replica:
         """Queue `request` at `now_ns`, or return the reason why it can never run. Ends a pause."""
         if self.is_pausing:
             self.wake(now_ns)
-        if self._joining is not None and not self._plans_late:
+        if self._door is not None and not self._plans_late:
             reason = self.scheduler.never_fits(request)
             if reason is None:
-                self._joining.add(request)
+                self._door.add(request)
             else:
                 self.refuse(request, reason, now_ns)
             return reason
@@ -136,11 +146,11 @@ class Replica:
         if request in self._leaving:
             self._leaving.remove(request)
             self.scheduler.take_back(request)
-        if self._joining is not None and self._joining.drop(request):
+        if self._door is not None and self._door.drop(request):
             self.engine.leave(request)
         else:
             self.engine.cancel(request)
-        if self._joining is not None and self._is_idle:
+        if self._door is not None and self._is_idle:
             self._plans_late = True
 
     def drop(self, request: Request, routed: Routed, now_ns: int) -> bool:
@@ -165,7 +175,7 @@ class Replica:
 
     def _leaves_later(self, request: Request) -> bool:
         """Let the next plan drop `request`, if that plan is made already and knows it; return whether it is so."""
-        if not self.scheduler.running.lag or self._plans_late or (self._joining is None or self._joining.has(request)):
+        if not self.scheduler.running.lag or self._plans_late or (self._door is None or self._door.has(request)):
             return False
         self.scheduler.give_up(request)
         self._leaving.append(request)
@@ -174,14 +184,12 @@ class Replica:
     def join(self, now_ns: int) -> bool:
         """Queue the requests that join the step planned at `now_ns`; return whether others wait for the next one."""
         plans_late, self._plans_late = self._plans_late, False
-        if self._joining is None or not self._joining.num_requests:
+        door = self._door
+        if door is None:
             return False
-        if plans_late or self._is_idle:
-            for request in self._joining.take_all():
-                self.engine.submit(request, now_ns)
-            return False
-        self._joining.plan_next()
-        return self._joining.num_requests > 0
+        for request in door.enter(is_late=plans_late or self._is_idle):
+            self.engine.submit(request, now_ns)
+        return door.num_requests > 0
 
     def end_transfers(self, now_ns: int) -> bool:
         """End the transfers that are due by `now_ns`; return whether any ended since the last step.
@@ -215,7 +223,7 @@ class Replica:
         self._is_under_way = True
         engine, tiers, scheduler = self.engine, self._tiers, self.scheduler
         others_join = must_plan = False
-        if self._joining is not None:
+        if self._door is not None:
             others_join = self.join(now_ns)
         if tiers is not None:
             must_plan = self.end_transfers(now_ns)
@@ -254,7 +262,7 @@ class Replica:
 
     def finish(self) -> list[Request]:
         """End what `start` started; return the requests that finished, in admission order, then those dropped."""
-        finished = self._end() if self._joining is None else self._finish_ahead(self._joining)
+        finished = self._end() if self._door is None else self._finish_behind(self._door)
         if self._dropping:
             dropping, self._dropping = self._dropping, []
             for request in dropping:
@@ -263,11 +271,12 @@ class Replica:
                     finished.append(request)
         return finished
 
-    def _finish_ahead(self, joining: Joining) -> list[Request]:
-        """End what `start` started, where the next step is planned already."""
+    def _finish_behind(self, door: Door) -> list[Request]:
+        """End what `start` started, where requests wait for a step that knows them."""
         engine = self.engine
-        for request in joining.take_due():  # the next plan, which was made when this step began, knows them
+        for request in door.take_due():  # the next plan, which was made when this step began, knows them
             engine.submit(request, engine.now_ns)
+        door.end(self._num_leapt or 1, has_prompts=not self._num_leapt and bool(engine.batch.chunks))
         leaving, self._leaving = self._leaving, []  # those that are added from here on leave later
         finished = self._end()
         if self._is_idle:
@@ -516,12 +525,10 @@ def tell_by_step(
     return told + evicted + rest
 
 
-class Joining:
-    """Requests that arrived while steps were planned ahead. Owner of the step that each joins.
+class Door:
+    """Requests that have arrived and that the scheduler does not know yet, in order of arrival.
 
-    An engine that plans step n + 1 while step n runs, as vLLM does since 0.14, has already made that plan when a
-    request arrives during step n. The request joins step n + 2. An idle engine has made no plan, and loses no step; nor
-    does one whose plan was empty. `coming`: the same requests, for a scheduler that has to have room for them.
+    `coming`: the same requests, for a scheduler that has to have room for them.
     """
 
     __slots__ = ("_arrived", "_coming", "_due")
@@ -534,28 +541,30 @@ class Joining:
 
     @property
     def num_requests(self) -> int:
-        """The number of requests that have not joined."""
+        """The number of requests here."""
         return len(self._arrived) + len(self._due)
 
     def add(self, request: Request) -> None:
-        """Let `request` join the step after the next."""
+        """Let `request` wait here."""
         self._arrived.append(request)
         self._coming.add(request)
 
+    def enter(self, *, is_late: bool) -> list[Request]:
+        """Return the requests that the step knows that is planned now. `is_late`: no step is under way."""
+        raise NotImplementedError
+
     def take_due(self) -> list[Request]:
-        """Return the requests that the plan made last knows, in order of arrival. `plan_next` must follow."""
+        """Return the requests that the plan made last knows, and that are not in the queue yet."""
         due, self._due = self._due, []
         self._coming.difference_update(due)
         return due
 
-    def plan_next(self) -> None:
-        """Let those that have arrived be known to the next plan: it is made now, when the step planned last starts."""
+    def end(self, num_steps: int, *, has_prompts: bool) -> None:
+        """Note that a step, or so many identical ones, has ended."""
+
+    def _take_all(self) -> list[Request]:
         self._due += self._arrived
         self._arrived = []
-
-    def take_all(self) -> list[Request]:
-        """Return all requests, in order of arrival: no step is under way, so they join at once."""
-        self.plan_next()
         return self.take_due()
 
     def has(self, request: Request) -> bool:
@@ -570,3 +579,53 @@ class Joining:
                 self._coming.remove(request)
                 return True
         return False
+
+
+class Joining(Door):
+    """Requests that arrived while steps were planned ahead. Owner of the step that each joins.
+
+    An engine that plans step n + 1 while step n runs, as vLLM does since 0.14, has already made that plan when a
+    request arrives during step n. The request joins step n + 2. An idle engine has made no plan, and loses no step; nor
+    does one whose plan was empty.
+    """
+
+    __slots__ = ()
+
+    def enter(self, *, is_late: bool) -> list[Request]:
+        """Return all if no step is under way; else let those that have arrived be known to the next plan."""
+        if is_late:
+            return self._take_all()
+        self._due += self._arrived
+        self._arrived = []
+        return []
+
+
+class Receiving(Door):
+    """Requests that a server receives before some of its steps only: SGLang's `scheduler_recv_interval`.
+
+    A step of decodes, or without work, counts as 1, and one of prompts as 1,000. The server receives when the steps
+    since the last time count as `interval`. One without requests goes through steps without work in no time.
+    """
+
+    __slots__ = ("_count", "_interval", "_last")
+
+    def __init__(self, coming: set[Request], interval: int) -> None:
+        super().__init__(coming)
+        self._interval = interval
+        self._count = 0
+        self._last = 0
+        """What the last step counts as."""
+
+    def enter(self, *, is_late: bool) -> list[Request]:
+        """Return all if the server receives before this step."""
+        self._count += self._last
+        if self._count < self._interval and not is_late:
+            return []
+        self._count = 0
+        return self._take_all()
+
+    def end(self, num_steps: int, *, has_prompts: bool) -> None:
+        """Note that a step, or so many identical ones, has ended."""
+        self._last = OF_PROMPTS if has_prompts else 1
+        if num_steps > 1:  # of decodes, while no request arrived
+            self._count = (self._count + num_steps - 1) % self._interval

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 import msgspec
 
 from kvarts.base.decoders import UNDECODED
-from kvarts.base.limits import brief, check_number, check_whole
+from kvarts.base.limits import MOST_COUNT, brief, check_number, check_whole
 from kvarts.base.settings import SettingError, setting
 from kvarts.core.config import BatchRules, EngineConfig, PrefetchPolicy, QueueOrder, RadixEviction, WritePolicy
 
@@ -66,6 +66,14 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
             default="16384",
         ),
     ] = 0
+    scheduler_recv_interval: Annotated[
+        int,
+        setting(
+            "With the engine sglang: steps of decodes between two in which requests are received. A step of prompts "
+            "counts as 1,000 of them.",
+            metavar="STEPS",
+        ),
+    ] = 1
     schedule_conservativeness: Annotated[
         float | None,
         setting(
@@ -193,6 +201,7 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
     def check_batches(self, *, is_sglang: bool) -> None:
         """Raise SettingError for a value that is not valid, or has no effect without another setting."""
         check_whole(self.max_prefill_tokens, "max_prefill_tokens", least=0)
+        check_whole(self.scheduler_recv_interval, "scheduler_recv_interval", most=MOST_COUNT)
         check_whole(
             self.priority_scheduling_preemption_threshold,
             "priority_scheduling_preemption_threshold",

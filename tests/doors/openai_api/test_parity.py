@@ -146,6 +146,7 @@ def test_ten_thousand_requests_replay_to_the_same_events() -> None:
             {"schedule_policy": "lpm", "schedule_conservativeness": 0.1},
             {"enable_priority_scheduling": True, "priority_scheduling_preemption_threshold": 0},
             {"radix_eviction_policy": "lfu"},
+            {"scheduler_recv_interval": 4},
         ]
     ),
 )

@@ -169,6 +169,7 @@ def _settings_of(served: Served) -> dict[str, Any]:
         "max_prefill_tokens": rules.max_prefill_tokens,
         "schedule_policy": rules.policy,
         "schedule_conservativeness": rules.conservativeness,
+        "scheduler_recv_interval": config.scheduler_recv_interval,
         "disable_overlap_schedule": not rules.overlaps,
         "disable_radix_cache": False,
         "radix_eviction_policy": rules.eviction,
