@@ -119,6 +119,7 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
             page_size,
             state_tokens=MAX_MODEL_LEN,
             saves_inside=workload.saves_inside,
+            num_drafts=workload.num_drafts,
         )
         kv.prefix_cache_retention_interval = workload.retention
     else:

@@ -312,6 +312,8 @@ def draw_foreseen(workload: Workload, row: str, draw: random.Random) -> None:
     _, method, kinds, *_ = row.split(":")
     draw_drafts(workload, draw)
     workload.num_drafts, workload.num_draft_slots = workload.num_draft_slots, 0
+    if "states" in kinds:
+        workload.num_drafts = min(workload.num_drafts, workload.page_size - 1)  # blocks of states are long
     workload.is_eagle = method == "eagle"
     for ask in workload.asks:
         ask.drafts = [(0, min(right + draw.choice([0, 0, 1]), workload.num_drafts)) for _, right in ask.drafts]
@@ -322,6 +324,8 @@ def draw_foreseen(workload: Workload, row: str, draw: random.Random) -> None:
         add_retention(workload, f"retention:{draw.choice(['0', 'none', 'n'])}:{kinds}", draw)
         workload.long_prefill_token_threshold = 0
         workload.watermark = 0.0
+    if "states" in kinds:
+        workload.num_pages += workload.num_drafts + 3  # a request holds a state for each drafted token
 
 
 def draw_loads(workload: Workload, row: str, draw: random.Random) -> None:
@@ -511,7 +515,15 @@ FORESEEN_ROWS = {
     f"foreseen:{method}:{kinds}{suffix}": f"drafts in virtual time, {method}, {kinds}"
     f"{', asynchronous scheduling' if suffix else ''}"
     for method in ("eagle", "ngram")
-    for kinds in ("full", "windows", "latent-windows")
+    for kinds in (
+        "full",
+        "windows",
+        "latent-windows",
+        "states",
+        "states-windows",
+        "saved-states",
+        "saved-states-windows",
+    )
     for suffix in ("", ":async")
 }
 """Every decode has a draft. vLLM 0.32 does not find the last block of such a prompt again, in no group: only the first

@@ -633,14 +633,21 @@ class States:
 
     `aligns`: states are kept only where chunks end, so chunks of prompts end at pages. `defers`: `begin_step` must be
     called, as no request can begin after a state that the same step computes. `renames`, `saves_inside`: as of
-    GroupMemory.
+    GroupMemory. `adds_room`: the cache itself takes the room that a request has for drafts after the tokens of a step.
     """
 
-    __slots__ = ("aligns", "defers", "renames", "saves_inside")
+    __slots__ = ("adds_room", "aligns", "defers", "renames", "saves_inside")
 
     def __init__(
-        self, *, aligns: bool = False, defers: bool = False, renames: bool = True, saves_inside: bool = False
+        self,
+        *,
+        aligns: bool = False,
+        defers: bool = False,
+        renames: bool = True,
+        saves_inside: bool = False,
+        adds_room: bool = False,
     ) -> None:
+        self.adds_room = adds_room
         self.aligns = aligns
         self.defers = defers
         self.renames = renames

@@ -614,7 +614,7 @@ class RunTable:
 
     `num_tokens`: tokens that are computed, or are about to be in this step; for a decode, when it began to decode.
     `last`: the span of its last full page that can be found; `num_named` pages can. `num_taken`: pages for which parts
-    were taken. `branch`: tokens before the place at which it leaves another content, where snapshots are made; 0 for
+    were taken; `num_stated`: those with states, where requests draft. `branch`: tokens before the place at which it leaves another content, where snapshots are made; 0 for
     none. `held`: for each group, runs in order of position. `first_open`: for each group, the first page after
     these that cannot be found, as far as it is held. `num_states`: for each group, its own states, 0 or 1. `given`:
     listed runs that cannot be found yet. Where blocks have ids: `open_ids`, the ids of the parts from `first_open` on,
@@ -645,6 +645,7 @@ class RunTable:
         "last",
         "num_emitted",
         "num_named",
+        "num_stated",
         "num_states",
         "num_taken",
         "num_tokens",
@@ -660,7 +661,7 @@ class RunTable:
     def __init__(self, content: Content, last: Span, num_pages: int, page_size: int, num_groups: int) -> None:
         self.content = content
         self.last = last
-        self.num_named = self.num_taken = num_pages
+        self.num_named = self.num_taken = self.num_stated = num_pages
         self.num_tokens = num_pages * page_size
         self.branch = 0
         self.prefill_end = 0

@@ -227,7 +227,7 @@ def _open_turns(opening: Opening) -> Acts | None:
         return None
     from kvarts.core.parts.turns import TurnsAfterChunks
 
-    return TurnsAfterChunks(opening.scheduler, threshold).acts()
+    return TurnsAfterChunks(opening.scheduler, threshold, orders=opening.speculation is None).acts()
 
 
 def _open_cadence(opening: Opening) -> Acts | None:

@@ -28,10 +28,13 @@ class DraftRoom(NamedTuple):
     """`of`: returns the tokens that a request has room for after a step that computes its first so many.
 
     `extend`: takes the room of a chunk that ends with so many tokens, of so many known ones, and names its pages.
+    `turns_before`: lets decodes have their turns that were admitted before an admission, with so many tokens left for
+    them, and returns how many they take.
     """
 
     of: Callable[[int], int]
     extend: Callable[[Request, BlockTable, int, int], None]
+    turns_before: Callable[[int, int], int]
 
 
 class Prefill:
@@ -235,6 +238,9 @@ class Prefill:
         num_most = 0
         is_cut = False
         for request in running.chunked.copy():
+            if self._draft_room is not None:
+                budget -= self._compute_planned(planned, chunks)
+                budget -= self._draft_room.turns_before(request.admission, budget)
             if request.admission < 0 or (self.is_held and request not in self.in_turn):
                 continue  # preempted for an earlier request, or not computed in this step
             start = request.num_computed
