@@ -57,7 +57,7 @@ def is_of_version(row: str) -> bool:
     if row in CADENCE_ROWS:
         return VERSION != "0.32"
     if row in FORESEEN_ROWS:
-        return VERSION != "0.32" or row.startswith(("foreseen:ngram", "foreseen:eagle:full"))
+        return VERSION != "0.32" or not row.startswith("foreseen:eagle:saved")
     return VERSION == "0.32" or row.startswith("retention:") or row in ROWS_OF_BOTH
 
 

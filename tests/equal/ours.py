@@ -104,6 +104,7 @@ def memory_of(workload: Workload) -> GroupMemory | None:
         retention_interval=workload.retention,
         renames_states=workload.version == "0.32",
         saves_inside=workload.saves_inside,
+        drops_last=workload.is_eagle and workload.version == "0.32",
     )
 
 

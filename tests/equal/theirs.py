@@ -122,6 +122,9 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
             num_drafts=workload.num_drafts,
         )
         kv.prefix_cache_retention_interval = workload.retention
+        if workload.is_eagle:  # as with MTP, whose layers are in the full group
+            whole = [place for place, (kind, _) in enumerate(workload.groups) if kind in ("full", "latent")]
+            kv.kv_cache_groups[whole[0]].is_eagle_group = True
     else:
         kv = planned_config(workload, num_blocks)
         if kv.has_mamba_layers:

@@ -188,6 +188,7 @@ class GroupPages(Cache):
             renames=memory.renames_states,
             saves_inside=memory.saves_inside,
             adds_room=isinstance(self.parts, DraftedParts),
+            drops_last=memory.drops_last,
         )
         self._num_given = 0
         """Total of blocks returned by `give` since the beginning."""
@@ -838,3 +839,9 @@ class StatesByPage(States):
     def branch(self, table: BlockTable) -> int:
         """Return the same for a sequence, as of when it began."""
         return cast(GroupTable, table).parts.branch
+
+    def num_found(self, content: Content, limit: int) -> int:
+        """Return how many of the first `limit` pages of `content` the groups that keep all tokens have."""
+        reach = self._parts.tree.reach(content, limit)
+        keeping = zip(self._parts.groups, reach, strict=True)
+        return min(num_pages for group, num_pages in keeping if not (group.is_state or group.is_bounded))

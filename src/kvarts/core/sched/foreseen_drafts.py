@@ -108,7 +108,7 @@ class ForeseenDrafts:
         """Return where it acts."""
         lag = self._scheduler.running.lag
         return Acts(
-            gates={"drafts": self.has_tokens},
+            gates={"drafts": self.has_tokens} | ({"find": self.find} if self._asked.drops_last else {}),
             turns=self.take_turns,
             resumes=self.take_rest,
             after=self.note_completed,
@@ -237,15 +237,29 @@ class ForeseenDrafts:
         self._has_prefills = bool(step.chunks)
         self._has_running = bool(step.chunks or self._wheel.num_decoding)
 
+    def find(self, ask: Ask, step: Step) -> Verdict:
+        """Match the head, without the last page that layers with all tokens know.
+
+        With several groups, that page may be the one that ends with its last token.
+        """
+        scheduler, cache, content = self._scheduler, self._cache, ask.request.content
+        verdict = scheduler.memory.find(ask, step)
+        if verdict is not PASS or not scheduler.memory.most_pages(ask.num_known):
+            return verdict
+        num_pages = ask.match.num_pages
+        if cache.states.drops_last:
+            num_pages = cache.states.num_found(content, ask.num_known // self._page_size)
+        if num_pages:
+            ask.match = cache.match(content, num_pages - 1)
+            ask.hit_tokens = ask.match.num_pages * self._page_size
+        return PASS
+
     def has_tokens(self, ask: Ask, step: Step) -> Verdict:
         """Let the head pass if there are tokens for it.
 
         A request with one token to compute takes the room of a whole draft, unless prompts are computed in this step.
         """
         asked = self._asked
-        if asked.drops_last and ask.match.num_pages:
-            ask.match = self._cache.match(ask.request.content, ask.match.num_pages - 1)
-            ask.hit_tokens = ask.match.num_pages * self._page_size
         hit_tokens, num_known = ask.hit_tokens, ask.num_known
         is_padded = num_known - hit_tokens == 1 and not self._has_prefills and (self._has_running or hit_tokens > 0)
         is_padded = is_padded and num_known + asked.num_drafts < asked.most_tokens
