@@ -404,8 +404,18 @@ def start_shipped(workload: Workload, row: str, draw: random.Random) -> None:
     """Make `workload` one of a model on a device as a version of vLLM starts it, in a memory that is small for it."""
     from kvarts.sim.config import ReplayConfig
 
-    _, model, *loads, version = row.split(":")
+    _, model, *more, version = row.split(":")
+    loads, method = more == ["loads"], more[0] if more and more != ["loads"] else ""
     given: dict[str, Any] = {"engine": f"vllm=={version}", "tensor_parallel": SHIPPED[model]}
+    if method:
+        draw_drafts(workload, draw)
+        num_drafts = workload.num_drafts = min(3, workload.num_draft_slots)
+        workload.num_draft_slots, workload.is_eagle = 0, method != "ngram"
+        for ask in workload.asks:
+            ask.output = ask.output[:40]
+            ask.drafts = [(0, min(right + draw.choice([0, 0, 1]), num_drafts)) for _, right in ask.drafts]
+        given |= {"speculative_tokens": num_drafts, "acceptance": ",".join(["0.5"] * num_drafts)}
+        given["speculative_method"] = method
     scale = 1 if model in LONG_BLOCKS else draw.choice([1, 4])
     if model == DEEPSEEK_V4:
         scale = 4  # a hit is a multiple of 256 tokens
@@ -418,13 +428,16 @@ def start_shipped(workload: Workload, row: str, draw: random.Random) -> None:
     length = max(len(ask.prompt) + len(ask.output) for ask in workload.asks) + draw.choice([0, 1, 100])
     given |= {"max_model_len": length, "max_batched_tokens": draw.choice([None, None, 256, 2048])}
     given |= {"max_seqs": draw.choice([None, 8]), "async_scheduling": draw.choice([True, True, False])}
+    if method:
+        given["max_seqs"] = 8
+        given["async_scheduling"] = given["async_scheduling"] and method != "ngram"
     if model in LONG_BLOCKS:
         given["max_seqs"] = draw.choice([4, 16])
     given = {name: value for name, value in given.items() if value is not None}
     for num_blocks in (*range(20, 400, 4), 1000, 4000):
         try:
             more = draw.choice([0, 1, 5, 30, 100])
-            more += 8 * (model in LONG_BLOCKS)  # kvarts refuses what could wait for ever for a further state
+            more += 8 * (model in LONG_BLOCKS) * (1 + bool(method))  # kvarts refuses what could wait for ever for a further state
             started = ReplayConfig.for_device(model, "h100-80gb", pages=num_blocks + more, **given)
         except ConfigError as error:
             if "max seq len" not in str(error) and "exceeds" not in str(error):
@@ -434,8 +447,11 @@ def start_shipped(workload: Workload, row: str, draw: random.Random) -> None:
     workload.started, workload.is_async = started, started.async_scheduling
     workload.page_size = started.page_size
     workload.max_num_batched_tokens, workload.max_num_seqs = started.max_num_batched_tokens, started.max_num_seqs
-    workload.groups = [(group.layer.kind, group.layer.span) for group in started.memory.groups]
-    workload.publishes = started.memory.hit_pages > 1 and draw.random() < 0.5
+    if started.groups:
+        workload.groups = [(group.layer.kind, group.layer.span) for group in started.memory.groups]
+        workload.publishes = started.memory.hit_pages > 1 and draw.random() < 0.5
+    if method:
+        workload.most_tokens = length
     if loads:
         workload.load_kv = draw.choice(["sync", "async"])
         draw_below(workload, draw)
@@ -450,6 +466,7 @@ SHIPPED = {
     "gemma-4-31b": 1,
     DEEPSEEK_V4: 4,
     "llama-4-scout": 8,
+    "deepseek-v3.1": 8,
     "qwen3.5-27b": 1,
     "nemotron-3-nano-30b-a3b": 1,
 }
@@ -462,6 +479,23 @@ SHIPPED_ROWS = {
     f"shipped:{model}:loads:{version}": f"{model} as vLLM {version} starts it on an H100, with loads of a connector"
     for version in ("0.32", "0.33")
     for model in ("gpt-oss-20b", "gemma-3-27b", *LONG_BLOCKS)
+} | {
+    f"shipped:{model}:{method}:{version}": f"{model} as vLLM {version} starts it on an H100, with drafts by {method}"
+    for version, model, method in (
+        ("0.32", "qwen3.5-27b", "mtp"),
+        ("0.32", "qwen3.5-27b", "ngram"),
+        ("0.32", "deepseek-v3.1", "mtp"),
+        ("0.33", "qwen3.5-27b", "mtp"),
+        ("0.33", "nemotron-3-nano-30b-a3b", "mtp"),
+        ("0.33", "deepseek-v3.1", "mtp"),
+        ("0.33", "gpt-oss-20b", "eagle3"),
+        ("0.33", "gemma-4-31b", "mtp"),
+        ("0.33", "gemma-4-31b", "ngram"),
+        ("0.33", "gemma-3-27b", "eagle3"),
+        ("0.33", DEEPSEEK_V4, "mtp"),
+        ("0.33", "qwen3.5-27b", "ngram"),
+        ("0.32", "gemma-4-31b", "ngram"),
+    )
 }
 RETENTION_ROWS = {
     f"retention:{interval}:{kinds}{suffix}": f"retention {interval}, {kinds.replace('-', ' and ')} next to a full "

@@ -764,6 +764,7 @@ class ReplayConfig(
             retention_interval=self.retention_interval,
             renames_states=rules_of(self.engine).renames_states,
             saves_inside=mode == "align" and self.start is not None and self.start.saves_states_inside,
+            drops_last=self.start is not None and self.start.drafts is not None and self.start.drafts.drops_last,
         )
 
     @property

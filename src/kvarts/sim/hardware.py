@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvarts.cost.hardware.fit import MemoryFit
     from kvarts.cost.hardware.geometry import Geometry
     from kvarts.cost.roofline import CostSpec
-    from kvarts.cost.vllm.start import StartSettings
+    from kvarts.cost.vllm.start import Start, StartSettings
 
 WAYS = ("tensor_parallel", "data_parallel", "expert_parallel", "pipeline_parallel")
 """Settings of a device that state how a model is divided, and over how many devices."""
@@ -451,7 +451,7 @@ def _started(engine: str, placed: Placed, model: ModelSettings, on: DeviceSettin
     decided = start(placed.geometry, load_device(on.device), settings)
     drafts = None
     if model.speculative_tokens:
-        _check_drafts(model, placed.geometry, settings)
+        _check_drafts(model, placed.geometry, settings, decided)
         drafts = StartDrafts(
             model.speculative_tokens, model.method, model.rates, decided.max_model_len, settings.version
         )
@@ -486,23 +486,24 @@ def _started(engine: str, placed: Placed, model: ModelSettings, on: DeviceSettin
     return facts
 
 
-def _check_drafts(model: ModelSettings, geometry: Geometry, settings: StartSettings) -> None:
+def _check_drafts(model: ModelSettings, geometry: Geometry, settings: StartSettings, decided: Start) -> None:
     """Raise SettingError for drafts that are not replayed as vLLM schedules them."""
-    kinds = {layer.kind for layer in geometry.layers}
-    if "state" in kinds:
-        raise SettingError("does not draft for models with states: vLLM's states of drafts", "engine")
     if model.method == "ngram" and settings.has_async_scheduling:
         raise SettingError(
             "schedules guesses by n-grams one step after the other",
             "engine",
             hint="Give {async_scheduling} false.",
         )
-    if model.method != "ngram" and settings.version == "0.32" and geometry.keeps_less:
-        raise SettingError(
-            "drops a block of some layers' hits with drafts, which is replayed for models that keep every token",
-            "engine",
-            hint="Give {engine} vllm==0.33, which drops none.",
-        )
+    if model.method == "ngram" or settings.version != "0.32" or not geometry.keeps_less:
+        return
+    # Layers that draft are those of the last group that vLLM registers, with MTP; else they are in all groups.
+    what = ""
+    if model.method != "mtp" or geometry.draft is None or geometry.draft.span is not None:
+        what = "drops a block of every layer's hits with drafts, which is replayed if the drafting layers keep all tokens"
+    elif any(spec.num_checkpoints for stage in decided.specs for spec in stage.values()):
+        what = "names states inside chunks by the tokens before them with drafts, which is not replayed"
+    if what:
+        raise SettingError(what, "engine", hint="Give {engine} vllm==0.33, which drops none.")
 
 
 def _calibrated(given: Given, cost: Any) -> Given:

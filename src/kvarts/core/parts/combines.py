@@ -183,7 +183,6 @@ REFUSED = (
         Refusal(("started_drafts", other), why, "Leave it out, or give {engine} none.")
         for other, why in (
             ("tiers", "vLLM names blocks otherwise with a connector"),
-            ("sizes", "it is not modelled"),
             ("plan", "it is not modelled"),
             ("mock", "it is not modelled"),
             ("fleet", "it is not modelled"),
