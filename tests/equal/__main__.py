@@ -54,7 +54,7 @@ def is_of_version(row: str) -> bool:
     """Return whether a row is compared with this version."""
     if row.startswith("shipped:"):
         return row.endswith(VERSION)
-    if row in CADENCE_ROWS:
+    if row in CADENCE_ROWS or ":cadence" in row:
         return VERSION != "0.32"
     if row in FORESEEN_ROWS:
         return VERSION != "0.32" or not row.startswith("foreseen:eagle:saved")

@@ -309,7 +309,7 @@ def draw_drafts(workload: Workload, draw: random.Random) -> None:
 
 def draw_foreseen(workload: Workload, row: str, draw: random.Random) -> None:
     """Draft as many tokens for every request in every step, in virtual time."""
-    _, method, kinds, *_ = row.split(":")
+    _, method, kinds, *others = row.split(":")
     draw_drafts(workload, draw)
     workload.num_drafts, workload.num_draft_slots = workload.num_draft_slots, 0
     if "states" in kinds:
@@ -322,8 +322,12 @@ def draw_foreseen(workload: Workload, row: str, draw: random.Random) -> None:
     workload.num_pages = -(-workload.most_tokens // size) + draw.choice([1, 3, 8, 20, 60, 200])
     if kinds != "full":
         add_retention(workload, f"retention:{draw.choice(['0', 'none', 'n'])}:{kinds}", draw)
-        workload.long_prefill_token_threshold = 0
-        workload.watermark = 0.0
+    workload.long_prefill_token_threshold = 0
+    if draw.random() < 0.2:
+        workload.long_prefill_token_threshold = draw.choice([1 + workload.num_drafts, 2 * size + 9, 8 * size + 8])
+    workload.watermark = draw.choice([0.0, 0.0, 0.0, 0.05])
+    if "cadence" in others:
+        workload.prefill_schedule_interval = draw.choice([2, 3, 5, 12])
     if "states" in kinds:
         workload.num_pages += workload.num_drafts + 3  # a request holds a state for each drafted token
 
@@ -558,6 +562,12 @@ FORESEEN_ROWS = {
         "saved-states",
         "saved-states-windows",
     )
+    for suffix in ("", ":async")
+} | {
+    f"foreseen:{method}:{kinds}:cadence{suffix}": f"drafts in virtual time, {method}, {kinds}, prompts in one of some "
+    f"steps{', asynchronous scheduling' if suffix else ''}"
+    for method in ("eagle", "ngram")
+    for kinds in ("full", "windows", "states")
     for suffix in ("", ":async")
 }
 """Every decode has a draft. vLLM 0.32 does not find the last block of such a prompt again, in no group: only the first
