@@ -194,7 +194,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """The origin of a configuration: names of model and device, and bytes of KV per token on each device.
 
     The rest is what was given for a server's start: the share of a device's memory, and in place of it bytes of KV
-    memory or a number of pages.
+    memory or a number of pages; and what drafts.
     """
 
     model: str
@@ -203,6 +203,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     memory_fraction: float = 0.9
     kv_memory_bytes: int | None = None
     num_pages: int | None = None
+    draft_method: str = "mtp"
 
     def to_builtins(self) -> dict[str, Any]:
         """Return what reports contain: the names, and the bytes of a token."""
@@ -381,6 +382,7 @@ def resolve_hardware(given: Given, *, counts_groups: bool = False) -> dict[str, 
                 memory_fraction=on.memory_fraction,
                 kv_memory_bytes=kv_bytes_of(on),
                 num_pages=given["pages"] if "pages" in given else None,  # noqa: SIM401  (not a dict)
+                draft_method=model.method,
             )
         if on.data_parallel > 1:
             facts["data_parallel"] = on.data_parallel
