@@ -344,9 +344,31 @@ def test_drafts_generate_tokens_at_the_rates_that_are_given(engine: str, method:
 
 
 @pytest.mark.parametrize(
+    ("model", "given"),
+    [
+        ("qwen3.5-27b", {"engine": "vllm==0.32", "max_seqs": 8}),
+        ("qwen3.5-27b", {"engine": "vllm==0.33", "max_seqs": 8}),
+        ("nemotron-3-nano-30b-a3b", {"engine": "vllm==0.33", "max_seqs": 8, "async_scheduling": False}),
+        ("gemma-4-31b", {"engine": "vllm==0.33", "tensor_parallel": 2}),
+        ("gpt-oss-20b", {"engine": "vllm==0.33", "speculative_method": "eagle3"}),
+    ],
+)
+def test_drafts_of_models_that_keep_less_generate_tokens_at_the_rates_that_are_given(
+    model: str, given: dict[str, Any]
+) -> None:
+    asked = {"max_model_len": 4000, "cost": "linear:step_ms=1", **DRAFTS, **given}
+    rows = [TraceRequest(place, place * 10**6, pack_units([place, 50, 51]), 2400, 400) for place in range(20)]
+    alone = replay(Trace(rows[:1], unit_tokens=1200), started(model, **asked))
+    assert alone.summary["num_steps"] / 400 == pytest.approx(1 / 2.8, rel=0.12)
+    report = replay(Trace(rows, unit_tokens=1200), started(model, **asked))
+    assert report.summary["num_completed"] == 20
+
+
+@pytest.mark.parametrize(
     ("model", "given", "words"),
     [
-        ("qwen3.5-27b", {"max_seqs": 16}, "states of drafts"),
+        ("qwen3.5-27b", {"max_seqs": 16, "engine": "vllm==0.32", "speculative_method": "eagle"}, "every layer's hits"),
+        ("nemotron-3-nano-30b-a3b", {"engine": "vllm==0.32"}, "names states inside chunks"),
         ("llama-3.1-8b", {"speculative_method": "ngram"}, "one step after the other"),
         ("llama-3.1-8b", {"speculative_method": "medusa"}, "is not modelled"),
         (
@@ -354,8 +376,7 @@ def test_drafts_generate_tokens_at_the_rates_that_are_given(engine: str, method:
             {"speculative_method": "eagle", "speculative_tokens": 0, "acceptance": None},
             "has no effect without",
         ),
-        ("gpt-oss-20b", {"engine": "vllm==0.32"}, "replayed for models that keep every token"),
-        ("gemma-4-31b", {"tensor_parallel": 2}, "blocks of several sizes"),
+        ("gpt-oss-20b", {"engine": "vllm==0.32", "speculative_method": "eagle3"}, "if the drafting layers keep all"),
         ("llama-3.1-8b", {"host_memory": "8GiB"}, "names blocks otherwise with a connector"),
         ("llama-3.1-8b", {"max_batched_tokens": 512, "max_seqs": 256}, "drafted tokens each need"),
     ],
