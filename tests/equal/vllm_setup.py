@@ -67,7 +67,9 @@ def cache_config(
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=specs)
 
 
-def _spec(kind: str, span: int | None, page_size: int, state_tokens: int, saves_inside: bool, num_drafts: int) -> object:
+def _spec(
+    kind: str, span: int | None, page_size: int, state_tokens: int, saves_inside: bool, num_drafts: int
+) -> object:
     common = {"block_size": page_size, "num_kv_heads": 1, "head_size": 16, "dtype": torch.bfloat16}
     if kind == "latent":
         return MLAAttentionSpec(**common)

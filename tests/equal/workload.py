@@ -408,8 +408,8 @@ def start_shipped(workload: Workload, row: str, draw: random.Random) -> None:
     """Make `workload` one of a model on a device as a version of vLLM starts it, in a memory that is small for it."""
     from kvarts.sim.config import ReplayConfig
 
-    _, model, *more, version = row.split(":")
-    loads, method = more == ["loads"], more[0] if more and more != ["loads"] else ""
+    _, model, *others, version = row.split(":")
+    loads, method = others == ["loads"], "".join(others).removesuffix("loads")
     given: dict[str, Any] = {"engine": f"vllm=={version}", "tensor_parallel": SHIPPED[model]}
     if method:
         draw_drafts(workload, draw)
@@ -441,7 +441,8 @@ def start_shipped(workload: Workload, row: str, draw: random.Random) -> None:
     for num_blocks in (*range(20, 400, 4), 1000, 4000):
         try:
             more = draw.choice([0, 1, 5, 30, 100])
-            more += 8 * (model in LONG_BLOCKS) * (1 + bool(method))  # kvarts refuses what could wait for ever for a further state
+            # kvarts refuses what could wait for ever for a further state
+            more += 8 * (model in LONG_BLOCKS) * (1 + bool(method))
             started = ReplayConfig.for_device(model, "h100-80gb", pages=num_blocks + more, **given)
         except ConfigError as error:
             if "max seq len" not in str(error) and "exceeds" not in str(error):
@@ -475,32 +476,36 @@ SHIPPED = {
     "nemotron-3-nano-30b-a3b": 1,
 }
 """Models, and the devices that they are split over."""
-SHIPPED_ROWS = {
-    f"shipped:{model}:{version}": f"{model} as vLLM {version} starts it on an H100"
-    for version in ("0.32", "0.33")
-    for model in SHIPPED
-} | {
-    f"shipped:{model}:loads:{version}": f"{model} as vLLM {version} starts it on an H100, with loads of a connector"
-    for version in ("0.32", "0.33")
-    for model in ("gpt-oss-20b", "gemma-3-27b", *LONG_BLOCKS)
-} | {
-    f"shipped:{model}:{method}:{version}": f"{model} as vLLM {version} starts it on an H100, with drafts by {method}"
-    for version, model, method in (
-        ("0.32", "qwen3.5-27b", "mtp"),
-        ("0.32", "qwen3.5-27b", "ngram"),
-        ("0.32", "deepseek-v3.1", "mtp"),
-        ("0.33", "qwen3.5-27b", "mtp"),
-        ("0.33", "nemotron-3-nano-30b-a3b", "mtp"),
-        ("0.33", "deepseek-v3.1", "mtp"),
-        ("0.33", "gpt-oss-20b", "eagle3"),
-        ("0.33", "gemma-4-31b", "mtp"),
-        ("0.33", "gemma-4-31b", "ngram"),
-        ("0.33", "gemma-3-27b", "eagle3"),
-        ("0.33", DEEPSEEK_V4, "mtp"),
-        ("0.33", "qwen3.5-27b", "ngram"),
-        ("0.32", "gemma-4-31b", "ngram"),
-    )
-}
+SHIPPED_ROWS = (
+    {
+        f"shipped:{model}:{version}": f"{model} as vLLM {version} starts it on an H100"
+        for version in ("0.32", "0.33")
+        for model in SHIPPED
+    }
+    | {
+        f"shipped:{model}:loads:{version}": f"{model} as vLLM {version} starts it on an H100, with loads of a connector"
+        for version in ("0.32", "0.33")
+        for model in ("gpt-oss-20b", "gemma-3-27b", *LONG_BLOCKS)
+    }
+    | {
+        f"shipped:{model}:{method}:{version}": f"{model} as vLLM {version} starts it on an H100, drafts by {method}"
+        for version, model, method in (
+            ("0.32", "qwen3.5-27b", "mtp"),
+            ("0.32", "qwen3.5-27b", "ngram"),
+            ("0.32", "deepseek-v3.1", "mtp"),
+            ("0.33", "qwen3.5-27b", "mtp"),
+            ("0.33", "nemotron-3-nano-30b-a3b", "mtp"),
+            ("0.33", "deepseek-v3.1", "mtp"),
+            ("0.33", "gpt-oss-20b", "eagle3"),
+            ("0.33", "gemma-4-31b", "mtp"),
+            ("0.33", "gemma-4-31b", "ngram"),
+            ("0.33", "gemma-3-27b", "eagle3"),
+            ("0.33", DEEPSEEK_V4, "mtp"),
+            ("0.33", "qwen3.5-27b", "ngram"),
+            ("0.32", "gemma-4-31b", "ngram"),
+        )
+    }
+)
 RETENTION_ROWS = {
     f"retention:{interval}:{kinds}{suffix}": f"retention {interval}, {kinds.replace('-', ' and ')} next to a full "
     f"group{', asynchronous scheduling' if suffix else ''}"

@@ -388,7 +388,6 @@ def open_group_cache(
 
     Raise ConfigError for an order derived from LruOrder, which links whole pages.
     """
-    from kvarts.core.kv.draft_states import DraftSpace
     from kvarts.core.kv.group_pages import GroupPages
 
     order = None if make_order is LruOrder else make_order()

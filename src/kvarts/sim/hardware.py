@@ -501,7 +501,9 @@ def _check_drafts(model: ModelSettings, geometry: Geometry, settings: StartSetti
     # Layers that draft are those of the last group that vLLM registers, with MTP; else they are in all groups.
     what = ""
     if model.method != "mtp" or geometry.draft is None or geometry.draft.span is not None:
-        what = "drops a block of every layer's hits with drafts, which is replayed if the drafting layers keep all tokens"
+        what = (
+            "drops a block of every layer's hits with drafts, which is replayed if the drafting layers keep all tokens"
+        )
     elif any(spec.num_checkpoints for stage in decided.specs for spec in stage.values()):
         what = "names states inside chunks by the tokens before them with drafts, which is not replayed"
     if what:

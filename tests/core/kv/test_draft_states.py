@@ -109,6 +109,4 @@ def test_an_admission_counts_the_states_of_a_draft_in_addition() -> None:
 def test_states_of_drafts_are_counted_and_have_no_ids() -> None:
     memory = GroupMemory((STATES, FULL), aligns=True)
     with pytest.raises(AssertionError, match="only counted"):
-        GroupPages(
-            memory, num_blocks=100, page_size=4, most_new_tokens=64, drafts=DraftSpace(3, 0, 200), with_ids=True
-        )
+        GroupPages(memory, num_blocks=100, page_size=4, most_new_tokens=64, drafts=DraftSpace(3, 0, 200), with_ids=True)

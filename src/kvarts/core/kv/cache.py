@@ -632,8 +632,9 @@ class States:
     """States of sequences, where no group keeps them by page: sequences begin and chunks of prompts end anywhere.
 
     `aligns`: states are kept only where chunks end, so chunks of prompts end at pages. `defers`: `begin_step` must be
-    called, as no request can begin after a state that the same step computes. `renames`, `saves_inside`, `drops_last`: as
-    of GroupMemory. `adds_room`: the cache itself takes the room that a request has for drafts after the tokens of a step.
+    called, as no request can begin after a state that the same step computes. `renames`, `saves_inside` and
+    `drops_last`: as of GroupMemory. `adds_room`: the cache itself takes the room that a request has for drafts after
+    the tokens of a step.
     """
 
     __slots__ = ("adds_room", "aligns", "defers", "drops_last", "renames", "saves_inside")

@@ -96,7 +96,9 @@ class DraftedParts(RunCache):
 class DraftedNeeds(GroupNeeds):
     """Memory needs where requests draft. Tokens of arguments are without the room after them."""
 
-    def __init__(self, memory: GroupMemory, *, space: DraftSpace, page_size: int, most_new: int, most_kept: int) -> None:
+    def __init__(
+        self, memory: GroupMemory, *, space: DraftSpace, page_size: int, most_new: int, most_kept: int
+    ) -> None:
         super().__init__(memory, page_size=page_size, most_new=most_new, most_kept=most_kept)
         self._space = space
         self._draft_blocks = self._less_in_chunk * space.num_drafts

@@ -346,9 +346,7 @@ def _aligned(config: EngineConfig, cache: Cache) -> AlignedChunks | None:
 
     most_tokens = min(config.max_num_batched_tokens, config.long_prefill_token_threshold or MOST_COUNT)
     states = cache.states
-    return AlignedChunks(
-        config.page_size, most_tokens, saves_inside=states.saves_inside, drops_last=states.drops_last
-    )
+    return AlignedChunks(config.page_size, most_tokens, saves_inside=states.saves_inside, drops_last=states.drops_last)
 
 
 def _settle_places(memory: GroupMemory, page_size: int) -> tuple[int, ...]:

@@ -17,8 +17,8 @@ __all__ = ["TurnsAfterChunks"]
 class TurnsAfterChunks:
     """Turns of decodes that were admitted after a chunked request, as in vLLM: after that request's.
 
-    `threshold`: the most tokens of a prompt in a step, unless it is alone; 0 for no such limit. `orders`: whether nothing
-    else gives decodes their turns, as drafts do.
+    `threshold`: the most tokens of a prompt in a step, unless it is alone; 0 for no such limit. `orders`: whether
+    nothing else gives decodes their turns, as drafts do.
     """
 
     __slots__ = ("_orders", "_page_size", "_scheduler", "_threshold")

@@ -75,6 +75,8 @@ class ForeseenDrafts:
         """Decodes that have not had their turns in the step being planned, in the order of admission."""
         self._served: set[int] = set()
         self._is_cut = False
+        self._now_ns = 0
+        """The start of the step."""
         self._joined: list[Request] = []
         """Requests whose prefill was completed in the last step."""
         self._held: list[Request] = []
@@ -148,6 +150,7 @@ class ForeseenDrafts:
         Those that were admitted after a chunked request have their turns after its chunk, by `turns_before`.
         """
         running, wheel = self._scheduler.running, self._wheel
+        self._now_ns = step.now_ns
         self._waited = {request.index for request in self._held}
         self._taken, self._padded, self._held = [], [], []
         self._served = set()
@@ -155,32 +158,28 @@ class ForeseenDrafts:
         self._later = deque(sorted(decodes, key=lambda request: request.admission))
         if running.lag:
             running.joined = [request for request in self._joined if wheel.has(request)]
-        self._take_before(running.chunked[0].admission if running.chunked else MOST_COUNT, self._budget, step.now_ns)
+        self.turns_before(running.chunked[0].admission if running.chunked else MOST_COUNT, self._budget)
         step.is_cut = step.is_cut or self._is_cut
         self._count(step)
         return True
-
-    def turns_before(self, admission: int, budget: int) -> int:
-        """Let decodes that were admitted before `admission` have their turns; return the tokens used of `budget`."""
-        return self._take_before(admission, budget, self._scheduler.step.now_ns)
 
     def take_rest(self, step: Step) -> None:
         """Let the other decodes have their turns, after all chunks."""
         if self._later:
             if not step.is_cut:
-                step.budget -= self._take_before(MOST_COUNT, step.budget, step.now_ns)
+                step.budget -= self.turns_before(MOST_COUNT, step.budget)
             self._held += [request for request in self._later if request.admission >= 0]
             self._later.clear()
         self._count(step)
 
-    def _take_before(self, admission: int, budget: int, now_ns: int) -> int:
-        """Let decodes that were admitted before `admission` take their turns; return the tokens used of `budget`."""
+    def turns_before(self, admission: int, budget: int) -> int:
+        """Let decodes that were admitted before `admission` have their turns; return the tokens used of `budget`."""
         later, num_used = self._later, 0
         self._is_cut = False
         while later and later[0].admission < admission and num_used < budget and not self._is_cut:
             request = later.popleft()
             if request.admission >= 0:
-                self._is_cut = not self._take_turn(request, budget - num_used, now_ns)
+                self._is_cut = not self._take_turn(request, budget - num_used)
                 if self._taken and self._taken[-1][0] is request:
                     num_used += 1 + self._taken[-1][1]
         return num_used
@@ -193,7 +192,7 @@ class ForeseenDrafts:
         step.num_drafted = sum([count for _, count in self._taken])
         step.num_accepted = sum([self._num_accepted(*each) for each in self._taken])
 
-    def _take_turn(self, request: Request, budget: int, now_ns: int) -> bool:
+    def _take_turn(self, request: Request, budget: int) -> bool:
         """Let one decode take its turn, and preempt requests for it; return whether more can be planned."""
         scheduler, cache, asked, table = self._scheduler, self._cache, self._asked, table_of(request)
         start = self._wheel.num_computed(request)
@@ -210,7 +209,7 @@ class ForeseenDrafts:
         num_drafted = max(0, min(asked.num_drafts, asked.most_tokens - planned - 2, budget - 1))
         end = self.room(planned + 1 + num_drafted)
         num_blocks = cache.needs.to_run(table, start, end)
-        if num_blocks > 0 and not scheduler.preemptor.take_turn(request, num_blocks, now_ns, self._served):
+        if num_blocks > 0 and not scheduler.preemptor.take_turn(request, num_blocks, self._now_ns, self._served):
             return False
         if request.admission < 0:
             return True  # it preempted itself
