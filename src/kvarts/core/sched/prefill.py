@@ -284,7 +284,7 @@ class Prefill:
                         if self._preemptor.ends_steps:
                             break
                         continue
-                    budget += num_decoding - running.wheel.num_decoding
+                    budget += self._num_freed(num_decoding)
             planned[request.admission] = Planned(request, start + num_tokens)
         budget -= self._compute_planned(planned, chunks)
         if running.num_sharing:
@@ -315,7 +315,7 @@ class Prefill:
             if not self._preemptor.make_room(request, num_blocks, now_ns, {}):
                 num_tokens = 0
             else:
-                num_freed = num_decoding - running.wheel.num_decoding
+                num_freed = self._num_freed(num_decoding)
         if num_tokens:
             if running.num_sharing:
                 self._publish_before(request.admission)
@@ -323,6 +323,13 @@ class Prefill:
         if running.num_sharing:
             self._publish_before(MOST_COUNT)
         return num_tokens - num_freed
+
+    def _num_freed(self, num_decoding: int) -> int:
+        """Return the tokens that the budget has again for decodes that were preempted since there were `num_decoding`.
+
+        Drafts take none of the budget before the turns of their decodes, which are later.
+        """
+        return 0 if self._draft_room is not None else num_decoding - self._running.wheel.num_decoding
 
     def _take_planned(self, planned: dict[int, Planned]) -> None:
         """Take the pages of the chunks in `planned`, which a request with a later turn may withdraw."""
