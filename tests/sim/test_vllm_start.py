@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 from kvarts.base.errors import ConfigError
+from kvarts.base.settings import given_by_keywords
+from kvarts.cli.replaying import all_sections
 from kvarts.core.content import pack_units
 from kvarts.core.kv.block_sizes import SizedParts, SizedTree
 from kvarts.core.sched.policy import PriorityPolicy
-from kvarts.sim.config import ReplayConfig
+from kvarts.sim.config import ReplayConfig, resolve_replay
 from kvarts.sim.replay import open_replica
 from kvarts.sim.replaying import replay
 from kvarts.sim.routers.config import Routing
@@ -294,6 +296,24 @@ def test_the_text_of_ids_decides_between_arrivals_at_one_time() -> None:
     assert order == [3, *sorted(set(range(12)) - {3}, key=str)]
     with pytest.raises(ConfigError, match="does not go with an order of your own"):
         case.config(scheduling_policy="priority", admission=type("Own", (PriorityPolicy,), {}))
+
+
+@pytest.mark.parametrize(
+    ("given", "load_kv"),
+    [
+        ({"engine": "vllm==0.33"}, "async"),
+        ({"engine": "vllm==0.33", "load_kv": "placed"}, "placed"),
+        ({"engine": "vllm==0.33", "load_overlap": "layers"}, "placed"),
+        ({"engine": "none"}, "placed"),
+    ],
+)
+def test_loads_of_a_start_are_those_of_vllm_s_connectors_where_they_combine(
+    given: dict[str, Any], load_kv: str
+) -> None:
+    sections = all_sections()
+    asked = {"model": "llama-3.1-8b", "device": "h100-80gb", "host_memory": "8GiB", **given}
+    config = resolve_replay(given_by_keywords(asked, sections), sections)
+    assert config.offload is not None and config.offload.load_kv == load_kv
 
 
 # Drafts ---------------------------------------------------------------------------------------------------
