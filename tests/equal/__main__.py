@@ -54,10 +54,10 @@ def is_of_version(row: str) -> bool:
     """Return whether a row is compared with this version."""
     if row.startswith("shipped:"):
         return row.endswith(VERSION)
-    if row in CADENCE_ROWS:
+    if row in CADENCE_ROWS or ":cadence" in row:
         return VERSION != "0.32"
     if row in FORESEEN_ROWS:
-        return VERSION != "0.32" or row.startswith(("foreseen:ngram", "foreseen:eagle:full"))
+        return VERSION != "0.32" or not row.startswith("foreseen:eagle:saved")
     return VERSION == "0.32" or row.startswith("retention:") or row in ROWS_OF_BOTH
 
 

@@ -104,6 +104,7 @@ def memory_of(workload: Workload) -> GroupMemory | None:
         retention_interval=workload.retention,
         renames_states=workload.version == "0.32",
         saves_inside=workload.saves_inside,
+        drops_last=workload.is_eagle and workload.version == "0.32",
     )
 
 
@@ -127,7 +128,7 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
     )
     memory = memory_of(workload)
     if workload.started is not None:
-        config, memory = workload.started, workload.started.memory
+        config, memory = workload.started, workload.started.memory if workload.started.groups else None
     kinds = workload.groups
     if memory is not None:
         is_latent = [group.is_latent for group in memory.groups]
@@ -154,7 +155,7 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         from kvarts.doors.kv_events.copies import CopiesReader
 
         sink = Published(recorder, kinds, block_pages, workload.page_size)
-        hashes = KeyMaker("sha256", root_key("sha256", VLLM_DEFAULT_SEED))
+        hashes = KeyMaker("sha256", root_key("sha256", VLLM_DEFAULT_SEED), lookahead=workload.lookahead)
         readers.append(CopiesReader(sink, hashes=hashes, clears=False, block_pages=block_pages))
     engine = build_engine(
         config,

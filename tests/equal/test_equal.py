@@ -23,6 +23,16 @@ def test_every_request_of_a_row_ends_and_the_same_workload_gives_the_same_steps(
     assert len(workload.asks) - num_given_up <= counts["requests"] <= len(workload.asks)
 
 
+@pytest.mark.parametrize(
+    ("row", "seed"), [("shipped:qwen3.5-27b:mtp:0.33", 65_006), ("foreseen:eagle:states:async", 3)]
+)
+def test_a_step_with_drafts_computes_no_more_tokens_than_its_budget(row: str, seed: int) -> None:
+    """Also if a chunk preempts a decode that has not had its turn: it took nothing of the budget."""
+    workload = draw_workload(row, seed, "0.33")
+    for step in kvarts_steps(workload):
+        assert sum(step.tokens.values()) <= workload.max_num_batched_tokens
+
+
 def faulty_steps(workload: Workload, num_hit: int) -> Iterator[Step]:
     """Yield kvarts' steps, with a token more for a request that hits `num_hit` tokens."""
     for step in kvarts_steps(workload):

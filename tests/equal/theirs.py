@@ -119,8 +119,12 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
             page_size,
             state_tokens=MAX_MODEL_LEN,
             saves_inside=workload.saves_inside,
+            num_drafts=workload.num_drafts,
         )
         kv.prefix_cache_retention_interval = workload.retention
+        if workload.is_eagle:  # as with MTP, whose layers are in the full group
+            whole = [place for place, (kind, _) in enumerate(workload.groups) if kind in ("full", "latent")]
+            kv.kv_cache_groups[whole[0]].is_eagle_group = True
     else:
         kv = planned_config(workload, num_blocks)
         if kv.has_mamba_layers:
@@ -263,8 +267,11 @@ def planned_config(workload: Workload, num_blocks: int) -> Any:
         max_num_batched_tokens=started.max_num_batched_tokens,
         max_num_seqs=started.max_num_seqs,
         has_async_scheduling=started.async_scheduling,
+        num_drafts=workload.num_drafts,
+        has_draft_layers=workload.is_eagle,
     )
-    decided = start(load_geometry(placement.model).on(device), device, settings)
+    geometry = load_geometry(placement.model).on(device)
+    decided = start(geometry, device, settings)
     (layers,) = decided.specs
     planner = planning.Vllm()
     specs = {name: planner.spec(_with_sizes(layer)) for name, layer in layers.items()}
@@ -274,7 +281,13 @@ def planned_config(workload: Workload, num_blocks: int) -> Any:
             specs[name] = dataclasses.replace(
                 spec, mamba_cache_mode=decided.settings.state_mode, prefill_checkpoint_alignment=grid
             )
+        elif planner.version != "0.32" and name.partition(".")[0] == str(geometry.num_layers):
+            specs[name] = dataclasses.replace(spec, is_draft=True)
     config = planner.config(msgspec.structs.replace(decided.settings, num_blocks_override=num_blocks))
+    if workload.num_drafts:
+        config.speculative_config = SimpleNamespace(
+            method="mtp", use_eagle=lambda: workload.is_eagle, use_eagle_block_drop=lambda: workload.is_eagle
+        )
     planner.layout_of(config, [list(decided.settings.layouts)], list(specs.values()))
     more = () if planner.version == "0.32" else (planner.planning.get_global_kv_cache_groups(config, [specs]),)
     configs = planner.planning.get_kv_cache_configs(config, [specs], [1 << 40], *more)

@@ -52,21 +52,24 @@ def cache_config(
     *,
     state_tokens: int = 0,
     saves_inside: bool = False,
+    num_drafts: int = 0,
 ) -> KVCacheConfig:
     """Return the configuration of KV groups, each a kind and a span, in one memory of `num_blocks` blocks.
 
     `state_tokens`: the maximum number of tokens of a request; a group "state" keeps one state for all of them. Groups
     "states" and "aligned" keep states as `mamba_cache_mode` "all" and "align". `saves_inside`: prefill saves states of
-    the latter inside chunks.
+    the latter inside chunks. `num_drafts`: drafted tokens, for each of which a request has a further state.
     """
     specs = [
-        KVCacheGroupSpec([f"layer.{place}"], _spec(kind, span, page_size, state_tokens, saves_inside))
+        KVCacheGroupSpec([f"layer.{place}"], _spec(kind, span, page_size, state_tokens, saves_inside, num_drafts))
         for place, (kind, span) in enumerate(groups)
     ]
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=specs)
 
 
-def _spec(kind: str, span: int | None, page_size: int, state_tokens: int, saves_inside: bool) -> object:
+def _spec(
+    kind: str, span: int | None, page_size: int, state_tokens: int, saves_inside: bool, num_drafts: int
+) -> object:
     common = {"block_size": page_size, "num_kv_heads": 1, "head_size": 16, "dtype": torch.bfloat16}
     if kind == "latent":
         return MLAAttentionSpec(**common)
@@ -79,6 +82,7 @@ def _spec(kind: str, span: int | None, page_size: int, state_tokens: int, saves_
     if kind in ("states", "aligned"):
         mode = "all" if kind == "states" else "align"
         more = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1} if saves_inside else {}
+        more["num_speculative_blocks"] = num_drafts
         return MambaSpec(block_size=page_size, shapes=((16,),), dtypes=(torch.float32,), mamba_cache_mode=mode, **more)
     if kind == "state":
         return MambaSpec(block_size=state_tokens, shapes=((16,),), dtypes=(torch.float32,), mamba_cache_mode="none")

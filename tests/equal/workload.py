@@ -309,9 +309,11 @@ def draw_drafts(workload: Workload, draw: random.Random) -> None:
 
 def draw_foreseen(workload: Workload, row: str, draw: random.Random) -> None:
     """Draft as many tokens for every request in every step, in virtual time."""
-    _, method, kinds, *_ = row.split(":")
+    _, method, kinds, *others = row.split(":")
     draw_drafts(workload, draw)
     workload.num_drafts, workload.num_draft_slots = workload.num_draft_slots, 0
+    if "states" in kinds:
+        workload.num_drafts = min(workload.num_drafts, workload.page_size - 1)  # blocks of states are long
     workload.is_eagle = method == "eagle"
     for ask in workload.asks:
         ask.drafts = [(0, min(right + draw.choice([0, 0, 1]), workload.num_drafts)) for _, right in ask.drafts]
@@ -320,8 +322,14 @@ def draw_foreseen(workload: Workload, row: str, draw: random.Random) -> None:
     workload.num_pages = -(-workload.most_tokens // size) + draw.choice([1, 3, 8, 20, 60, 200])
     if kinds != "full":
         add_retention(workload, f"retention:{draw.choice(['0', 'none', 'n'])}:{kinds}", draw)
-        workload.long_prefill_token_threshold = 0
-        workload.watermark = 0.0
+    workload.long_prefill_token_threshold = 0
+    if draw.random() < 0.2:
+        workload.long_prefill_token_threshold = draw.choice([1 + workload.num_drafts, 2 * size + 9, 8 * size + 8])
+    workload.watermark = draw.choice([0.0, 0.0, 0.0, 0.05])
+    if "cadence" in others:
+        workload.prefill_schedule_interval = draw.choice([2, 3, 5, 12])
+    if "states" in kinds:
+        workload.num_pages += workload.num_drafts + 3  # a request holds a state for each drafted token
 
 
 def draw_loads(workload: Workload, row: str, draw: random.Random) -> None:
@@ -400,8 +408,18 @@ def start_shipped(workload: Workload, row: str, draw: random.Random) -> None:
     """Make `workload` one of a model on a device as a version of vLLM starts it, in a memory that is small for it."""
     from kvarts.sim.config import ReplayConfig
 
-    _, model, *loads, version = row.split(":")
+    _, model, *others, version = row.split(":")
+    loads, method = others == ["loads"], "".join(others).removesuffix("loads")
     given: dict[str, Any] = {"engine": f"vllm=={version}", "tensor_parallel": SHIPPED[model]}
+    if method:
+        draw_drafts(workload, draw)
+        num_drafts = workload.num_drafts = min(3, workload.num_draft_slots)
+        workload.num_draft_slots, workload.is_eagle = 0, method != "ngram"
+        for ask in workload.asks:
+            ask.output = ask.output[:40]
+            ask.drafts = [(0, min(right + draw.choice([0, 0, 1]), num_drafts)) for _, right in ask.drafts]
+        given |= {"speculative_tokens": num_drafts, "acceptance": ",".join(["0.5"] * num_drafts)}
+        given["speculative_method"] = method
     scale = 1 if model in LONG_BLOCKS else draw.choice([1, 4])
     if model == DEEPSEEK_V4:
         scale = 4  # a hit is a multiple of 256 tokens
@@ -414,13 +432,17 @@ def start_shipped(workload: Workload, row: str, draw: random.Random) -> None:
     length = max(len(ask.prompt) + len(ask.output) for ask in workload.asks) + draw.choice([0, 1, 100])
     given |= {"max_model_len": length, "max_batched_tokens": draw.choice([None, None, 256, 2048])}
     given |= {"max_seqs": draw.choice([None, 8]), "async_scheduling": draw.choice([True, True, False])}
+    if method:
+        given["max_seqs"] = 8
+        given["async_scheduling"] = given["async_scheduling"] and method != "ngram"
     if model in LONG_BLOCKS:
         given["max_seqs"] = draw.choice([4, 16])
     given = {name: value for name, value in given.items() if value is not None}
     for num_blocks in (*range(20, 400, 4), 1000, 4000):
         try:
             more = draw.choice([0, 1, 5, 30, 100])
-            more += 8 * (model in LONG_BLOCKS)  # kvarts refuses what could wait for ever for a further state
+            # kvarts refuses what could wait for ever for a further state
+            more += 8 * (model in LONG_BLOCKS) * (1 + bool(method))
             started = ReplayConfig.for_device(model, "h100-80gb", pages=num_blocks + more, **given)
         except ConfigError as error:
             if "max seq len" not in str(error) and "exceeds" not in str(error):
@@ -430,8 +452,11 @@ def start_shipped(workload: Workload, row: str, draw: random.Random) -> None:
     workload.started, workload.is_async = started, started.async_scheduling
     workload.page_size = started.page_size
     workload.max_num_batched_tokens, workload.max_num_seqs = started.max_num_batched_tokens, started.max_num_seqs
-    workload.groups = [(group.layer.kind, group.layer.span) for group in started.memory.groups]
-    workload.publishes = started.memory.hit_pages > 1 and draw.random() < 0.5
+    if started.groups:
+        workload.groups = [(group.layer.kind, group.layer.span) for group in started.memory.groups]
+        workload.publishes = started.memory.hit_pages > 1 and draw.random() < 0.5
+    if method:
+        workload.most_tokens = length
     if loads:
         workload.load_kv = draw.choice(["sync", "async"])
         draw_below(workload, draw)
@@ -446,19 +471,41 @@ SHIPPED = {
     "gemma-4-31b": 1,
     DEEPSEEK_V4: 4,
     "llama-4-scout": 8,
+    "deepseek-v3.1": 8,
     "qwen3.5-27b": 1,
     "nemotron-3-nano-30b-a3b": 1,
 }
 """Models, and the devices that they are split over."""
-SHIPPED_ROWS = {
-    f"shipped:{model}:{version}": f"{model} as vLLM {version} starts it on an H100"
-    for version in ("0.32", "0.33")
-    for model in SHIPPED
-} | {
-    f"shipped:{model}:loads:{version}": f"{model} as vLLM {version} starts it on an H100, with loads of a connector"
-    for version in ("0.32", "0.33")
-    for model in ("gpt-oss-20b", "gemma-3-27b", *LONG_BLOCKS)
-}
+SHIPPED_ROWS = (
+    {
+        f"shipped:{model}:{version}": f"{model} as vLLM {version} starts it on an H100"
+        for version in ("0.32", "0.33")
+        for model in SHIPPED
+    }
+    | {
+        f"shipped:{model}:loads:{version}": f"{model} as vLLM {version} starts it on an H100, with loads of a connector"
+        for version in ("0.32", "0.33")
+        for model in ("gpt-oss-20b", "gemma-3-27b", *LONG_BLOCKS)
+    }
+    | {
+        f"shipped:{model}:{method}:{version}": f"{model} as vLLM {version} starts it on an H100, drafts by {method}"
+        for version, model, method in (
+            ("0.32", "qwen3.5-27b", "mtp"),
+            ("0.32", "qwen3.5-27b", "ngram"),
+            ("0.32", "deepseek-v3.1", "mtp"),
+            ("0.33", "qwen3.5-27b", "mtp"),
+            ("0.33", "nemotron-3-nano-30b-a3b", "mtp"),
+            ("0.33", "deepseek-v3.1", "mtp"),
+            ("0.33", "gpt-oss-20b", "eagle3"),
+            ("0.33", "gemma-4-31b", "mtp"),
+            ("0.33", "gemma-4-31b", "ngram"),
+            ("0.33", "gemma-3-27b", "eagle3"),
+            ("0.33", DEEPSEEK_V4, "mtp"),
+            ("0.33", "qwen3.5-27b", "ngram"),
+            ("0.32", "gemma-4-31b", "ngram"),
+        )
+    }
+)
 RETENTION_ROWS = {
     f"retention:{interval}:{kinds}{suffix}": f"retention {interval}, {kinds.replace('-', ' and ')} next to a full "
     f"group{', asynchronous scheduling' if suffix else ''}"
@@ -511,7 +558,21 @@ FORESEEN_ROWS = {
     f"foreseen:{method}:{kinds}{suffix}": f"drafts in virtual time, {method}, {kinds}"
     f"{', asynchronous scheduling' if suffix else ''}"
     for method in ("eagle", "ngram")
-    for kinds in ("full", "windows", "latent-windows")
+    for kinds in (
+        "full",
+        "windows",
+        "latent-windows",
+        "states",
+        "states-windows",
+        "saved-states",
+        "saved-states-windows",
+    )
+    for suffix in ("", ":async")
+} | {
+    f"foreseen:{method}:{kinds}:cadence{suffix}": f"drafts in virtual time, {method}, {kinds}, prompts in one of some "
+    f"steps{', asynchronous scheduling' if suffix else ''}"
+    for method in ("eagle", "ngram")
+    for kinds in ("full", "windows", "states")
     for suffix in ("", ":async")
 }
 """Every decode has a draft. vLLM 0.32 does not find the last block of such a prompt again, in no group: only the first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from itertools import product
 from pathlib import Path
@@ -158,6 +159,26 @@ def test_lines_of_servers_have_what_was_given() -> None:
     assert [*lines] == ["vllm"] and "--kv-cache-dtype int8_per_token_head" in lines["vllm"]
     assert [*lines_of("llama-3.1-8b", "h100-80gb", engine="sglang")] == ["sglang"]
     assert lines_of("llama-3.1-8b", "h100-80gb", engine="tensorrt-llm") == {}
+
+
+@pytest.mark.parametrize(
+    ("method", "of_vllm", "of_sglang"),
+    [
+        ("ngram", {"method": "ngram"}, "--speculative-algorithm NGRAM --speculative-num-draft-tokens 3"),
+        ("eagle3", {"method": "eagle3", "model": "DRAFT_MODEL"}, "--speculative-algorithm EAGLE3"),
+        ("mtp", {"method": "mtp"}, "--speculative-algorithm EAGLE "),
+    ],
+)
+def test_lines_of_servers_draft_by_the_method_that_was_given(
+    method: str, of_vllm: dict[str, str], of_sglang: str
+) -> None:
+    """Layers of another checkpoint are named by a placeholder: a plan does not know it."""
+    drafts = {"speculative_tokens": 2, "acceptance": "0.8,0.6", "speculative_method": method}
+    lines = lines_of("llama-3.1-8b", "h100-80gb", **drafts)
+    asked = shlex.split(lines["vllm"])
+    assert json.loads(asked[asked.index("--speculative-config") + 1]) == of_vllm | {"num_speculative_tokens": 2}
+    assert of_sglang in lines["sglang"]
+    assert ("DRAFT_MODEL" in lines["sglang"]) is (method == "eagle3")
 
 
 def test_vllm_starts_where_a_request_of_the_model_s_length_does_not_fit() -> None:

@@ -275,3 +275,40 @@ def test_vllm_40691_tokens_are_those_of_the_concurrency() -> None:
     assert plan.num_blocks is not None and plan.max_concurrency is not None
     assert plan.num_blocks // len(plan.groups) * decided.block_size == 290_864
     assert round(plan.max_concurrency, 2) == 33.04 and plan.kv_cache_tokens == int(plan.max_concurrency * 32_768)
+
+
+MTP = {"speculative_tokens": 2, "acceptance": "0.8,0.6", "speculative_method": "mtp"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "drafts", "block", "repeats"),
+    [("vllm==0.32", {}, 1568, 3136), ("vllm==0.32", MTP, 1600, 1600), ("vllm==0.33", MTP, 1600, 3200)],
+)
+def test_vllm_53504_the_first_repeat_is_found_but_for_the_block_that_drafts_drop(
+    engine: str, drafts: dict[str, Any], block: int, repeats: int
+) -> None:
+    """Qwen3.8-27B-FP8 on two RTX 5090, KV in fp8, a prompt of 4,481 tokens four times: 3,136 tokens without drafts.
+
+    With two drafted tokens 1,600 of them, and 3,200 without the drop, which hashes of the tokens after a block replace
+    in 0.33.
+    """
+    settings: dict[str, Any] = {"tensor_parallel": 2, "kv_dtype": "fp8", "max_seqs": 8, "max_batched_tokens": 8192}
+    config = ReplayConfig.for_device(
+        "qwen3.5-27b", "rtx-5090", engine=engine, weight_dtype="fp8", max_model_len=16_384, **settings, **drafts
+    )
+    assert config.page_size == block
+    assert found(config, [range(4481)] * 4) == [0, repeats, repeats, repeats]
+
+
+@pytest.mark.parametrize(
+    ("engine", "drafts", "repeat"), [("vllm==0.32", MTP, 0), ("vllm==0.32", {}, 3200), ("vllm==0.33", MTP, 3200)]
+)
+def test_vllm_57616_a_prompt_of_less_than_two_blocks_is_not_found_with_drafts(
+    engine: str, drafts: dict[str, Any], repeat: int
+) -> None:
+    """4,137 tokens in blocks of 3,200: the places from which a repeat could go on, less a block, are at 0."""
+    config = ReplayConfig.for_device(
+        "qwen3.5-27b", "h200", engine=engine, page_size=3200, max_seqs=8, max_model_len=16_384, **drafts
+    )
+    assert config.page_size == 3200
+    assert found(config, [range(4137)] * 2) == [0, repeat]

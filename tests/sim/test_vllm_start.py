@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 from kvarts.base.errors import ConfigError
+from kvarts.base.settings import given_by_keywords
+from kvarts.cli.replaying import all_sections
 from kvarts.core.content import pack_units
 from kvarts.core.kv.block_sizes import SizedParts, SizedTree
 from kvarts.core.sched.policy import PriorityPolicy
-from kvarts.sim.config import ReplayConfig
+from kvarts.sim.config import ReplayConfig, resolve_replay
 from kvarts.sim.replay import open_replica
 from kvarts.sim.replaying import replay
 from kvarts.sim.routers.config import Routing
@@ -296,6 +298,24 @@ def test_the_text_of_ids_decides_between_arrivals_at_one_time() -> None:
         case.config(scheduling_policy="priority", admission=type("Own", (PriorityPolicy,), {}))
 
 
+@pytest.mark.parametrize(
+    ("given", "load_kv"),
+    [
+        ({"engine": "vllm==0.33"}, "async"),
+        ({"engine": "vllm==0.33", "load_kv": "placed"}, "placed"),
+        ({"engine": "vllm==0.33", "load_overlap": "layers"}, "placed"),
+        ({"engine": "none"}, "placed"),
+    ],
+)
+def test_loads_of_a_start_are_those_of_vllm_s_connectors_where_they_combine(
+    given: dict[str, Any], load_kv: str
+) -> None:
+    sections = all_sections()
+    asked = {"model": "llama-3.1-8b", "device": "h100-80gb", "host_memory": "8GiB", **given}
+    config = resolve_replay(given_by_keywords(asked, sections), sections)
+    assert config.offload is not None and config.offload.load_kv == load_kv
+
+
 # Drafts ---------------------------------------------------------------------------------------------------
 
 DRAFTS: dict[str, Any] = {"speculative_tokens": 3, "acceptance": "0.8,0.6,0.4"}
@@ -344,9 +364,31 @@ def test_drafts_generate_tokens_at_the_rates_that_are_given(engine: str, method:
 
 
 @pytest.mark.parametrize(
+    ("model", "given"),
+    [
+        ("qwen3.5-27b", {"engine": "vllm==0.32", "max_seqs": 8}),
+        ("qwen3.5-27b", {"engine": "vllm==0.33", "max_seqs": 8}),
+        ("nemotron-3-nano-30b-a3b", {"engine": "vllm==0.33", "max_seqs": 8, "async_scheduling": False}),
+        ("gemma-4-31b", {"engine": "vllm==0.33", "tensor_parallel": 2}),
+        ("gpt-oss-20b", {"engine": "vllm==0.33", "speculative_method": "eagle3"}),
+    ],
+)
+def test_drafts_of_models_that_keep_less_generate_tokens_at_the_rates_that_are_given(
+    model: str, given: dict[str, Any]
+) -> None:
+    asked = {"max_model_len": 4000, "cost": "linear:step_ms=1", **DRAFTS, **given}
+    rows = [TraceRequest(place, place * 10**6, pack_units([place, 50, 51]), 2400, 400) for place in range(20)]
+    alone = replay(Trace(rows[:1], unit_tokens=1200), started(model, **asked))
+    assert alone.summary["num_steps"] / 400 == pytest.approx(1 / 2.8, rel=0.12)
+    report = replay(Trace(rows, unit_tokens=1200), started(model, **asked))
+    assert report.summary["num_completed"] == 20
+
+
+@pytest.mark.parametrize(
     ("model", "given", "words"),
     [
-        ("qwen3.5-27b", {"max_seqs": 16}, "states of drafts"),
+        ("qwen3.5-27b", {"max_seqs": 16, "engine": "vllm==0.32", "speculative_method": "eagle"}, "every layer's hits"),
+        ("nemotron-3-nano-30b-a3b", {"engine": "vllm==0.32"}, "names states inside chunks"),
         ("llama-3.1-8b", {"speculative_method": "ngram"}, "one step after the other"),
         ("llama-3.1-8b", {"speculative_method": "medusa"}, "is not modelled"),
         (
@@ -354,8 +396,7 @@ def test_drafts_generate_tokens_at_the_rates_that_are_given(engine: str, method:
             {"speculative_method": "eagle", "speculative_tokens": 0, "acceptance": None},
             "has no effect without",
         ),
-        ("gpt-oss-20b", {"engine": "vllm==0.32"}, "replayed for models that keep every token"),
-        ("gemma-4-31b", {"tensor_parallel": 2}, "blocks of several sizes"),
+        ("gpt-oss-20b", {"engine": "vllm==0.32", "speculative_method": "eagle3"}, "if the drafting layers keep all"),
         ("llama-3.1-8b", {"host_memory": "8GiB"}, "names blocks otherwise with a connector"),
         ("llama-3.1-8b", {"max_batched_tokens": 512, "max_seqs": 256}, "drafted tokens each need"),
     ],

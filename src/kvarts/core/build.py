@@ -26,6 +26,7 @@ from kvarts.core.tiers.config import OffloadConfig
 from kvarts.core.tiers.opening import prepare_tiers
 
 if TYPE_CHECKING:  # only an engine with KV groups, tiers, handoffs or page ids pays for them
+    from kvarts.core.kv.draft_states import DraftSpace
     from kvarts.core.kv.group_pages import GroupPages
     from kvarts.core.kv.groups import GroupMemory
     from kvarts.core.kv.transfer import LoadKv, PrefillNs
@@ -313,7 +314,7 @@ class _Assembly:
             below=below,
             make_order=self.make_order,
             plans_ahead=self.planning.plans_ahead,
-            names_decodes=self.planning.speculation is not None,
+            drafts=None if self.planning.speculation is None else self.planning.speculation.space,
             leaps_emitted=storage.leaps_emitted and not hands_over,
         )
 
@@ -377,13 +378,13 @@ def open_group_cache(
     make_order: Callable[[], EvictionOrder] = LruOrder,
     plans_ahead: bool = False,
     leaps_emitted: bool = False,
-    names_decodes: bool = False,
+    drafts: DraftSpace | None = None,
 ) -> GroupPages:
     """Return the cache of an engine for a model with the KV groups of `memory`, in `num_blocks` blocks.
 
     `with_ids`: parts have ids, which executors and pages kept in use between requests need. `emit` receives the events
     of parts. `below`: the tiers below it. `make_order`: makes the order in which runs of parts are evicted; LruOrder
-    stands for the cache's own list. `plans_ahead`, `leaps_emitted`, `names_decodes`: see GroupPages.
+    stands for the cache's own list. `plans_ahead`, `leaps_emitted`, `drafts`: see GroupPages.
 
     Raise ConfigError for an order derived from LruOrder, which links whole pages.
     """
@@ -409,7 +410,7 @@ def open_group_cache(
         at_branches=config.snapshots == "branches",
         plans_ahead=plans_ahead,
         leaps_emitted=leaps_emitted,
-        names_decodes=names_decodes,
+        drafts=drafts,
     )
 
 

@@ -39,6 +39,11 @@ SGLANG_KV = {
     "bf16": "bfloat16",
 }
 """SGLang's formats of KV, by those of kvarts."""
+OF_DRAFT_MODEL = ("eagle", "eagle3")
+"""Methods whose layers are those of another checkpoint, which a plan does not know: DRAFT_MODEL stands for it."""
+DRAFT_MODEL = "DRAFT_MODEL"
+SGLANG_DRAFTS = {"eagle3": "EAGLE3", "ngram": "NGRAM"}
+"""SGLang's algorithms by methods of drafts; EAGLE for the others."""
 
 
 def serve_lines(config: Any, option: Mapping[str, Any]) -> dict[str, str]:
@@ -117,7 +122,10 @@ def _vllm(config: ReplayConfig) -> dict[str, Any]:
     if config.no_prefix_caching:
         options["no-enable-prefix-caching"] = None
     if num_drafts := int(getattr(config.cost, "speculative_tokens", 0)):
-        options["speculative-config"] = json.dumps({"method": "mtp", "num_speculative_tokens": num_drafts})
+        asked: dict[str, Any] = {"method": placement.draft_method, "num_speculative_tokens": num_drafts}
+        if placement.draft_method in OF_DRAFT_MODEL:
+            asked["model"] = DRAFT_MODEL
+        options["speculative-config"] = json.dumps(asked)
     return options
 
 
@@ -141,12 +149,13 @@ def _sglang(config: ReplayConfig) -> dict[str, Any]:
     if config.no_prefix_caching:
         options["disable-radix-cache"] = None
     if num_drafts := int(getattr(config.cost, "speculative_tokens", 0)):
-        options |= {
-            "speculative-algorithm": "EAGLE",
-            "speculative-num-steps": num_drafts,
-            "speculative-eagle-topk": 1,
-            "speculative-num-draft-tokens": num_drafts + 1,
-        }
+        method = placement.draft_method
+        options["speculative-algorithm"] = SGLANG_DRAFTS.get(method, "EAGLE")
+        if method in OF_DRAFT_MODEL:
+            options["speculative-draft-model-path"] = DRAFT_MODEL
+        if method != "ngram":
+            options |= {"speculative-num-steps": num_drafts, "speculative-eagle-topk": 1}
+        options["speculative-num-draft-tokens"] = num_drafts + 1
     return options
 
 

@@ -764,6 +764,7 @@ class ReplayConfig(
             retention_interval=self.retention_interval,
             renames_states=rules_of(self.engine).renames_states,
             saves_inside=mode == "align" and self.start is not None and self.start.saves_states_inside,
+            drops_last=self.start is not None and self.start.drafts is not None and self.start.drafts.drops_last,
         )
 
     @property
@@ -1101,13 +1102,27 @@ def _resolved(
         facts["cost"] = facts["cost"].served_by(given["engine"], separate_passes=engine.separate_passes)
     if engine is not None and engine.full_prompt_hits and not counts_parts(given, facts):
         facts["full_prompt_hits"] = True
-    config = build_replay(given, sections, facts)
+    config = _loading_as_started(build_replay(given, sections, facts), given, asked)
     try:
         config.check_tiers()
         check_features({**config.features, **asked})
     except ConfigError as error:
         raise given.named(error, ()) from error
     return config
+
+
+def _loading_as_started(config: ReplayConfig, given: Given, asked: Mapping[str, str]) -> ReplayConfig:
+    """Return a start of vLLM with asynchronous loads, which its own connectors have, where these combine with the rest.
+
+    As vLLM's OffloadingConnector and SimpleCPUOffloadConnector; others, such as LMCache's, may load synchronously.
+    """
+    if config.start is None or config.offload is None or "offload.load_kv" in given:
+        return config
+    from kvarts.core.parts.combines import why_not
+
+    if why_not("async_loads", *config.features, *asked):
+        return config
+    return msgspec.structs.replace(config, offload=msgspec.structs.replace(config.offload, load_kv="async"))
 
 
 def counts_parts(given: Given, facts: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvarts.cost.hardware.fit import MemoryFit
     from kvarts.cost.hardware.geometry import Geometry
     from kvarts.cost.roofline import CostSpec
-    from kvarts.cost.vllm.start import StartSettings
+    from kvarts.cost.vllm.start import Start, StartSettings
 
 WAYS = ("tensor_parallel", "data_parallel", "expert_parallel", "pipeline_parallel")
 """Settings of a device that state how a model is divided, and over how many devices."""
@@ -194,7 +194,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """The origin of a configuration: names of model and device, and bytes of KV per token on each device.
 
     The rest is what was given for a server's start: the share of a device's memory, and in place of it bytes of KV
-    memory or a number of pages.
+    memory or a number of pages; and what drafts.
     """
 
     model: str
@@ -203,6 +203,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     memory_fraction: float = 0.9
     kv_memory_bytes: int | None = None
     num_pages: int | None = None
+    draft_method: str = "mtp"
 
     def to_builtins(self) -> dict[str, Any]:
         """Return what reports contain: the names, and the bytes of a token."""
@@ -381,6 +382,7 @@ def resolve_hardware(given: Given, *, counts_groups: bool = False) -> dict[str, 
                 memory_fraction=on.memory_fraction,
                 kv_memory_bytes=kv_bytes_of(on),
                 num_pages=given["pages"] if "pages" in given else None,  # noqa: SIM401  (not a dict)
+                draft_method=model.method,
             )
         if on.data_parallel > 1:
             facts["data_parallel"] = on.data_parallel
@@ -451,7 +453,7 @@ def _started(engine: str, placed: Placed, model: ModelSettings, on: DeviceSettin
     decided = start(placed.geometry, load_device(on.device), settings)
     drafts = None
     if model.speculative_tokens:
-        _check_drafts(model, placed.geometry, settings)
+        _check_drafts(model, placed.geometry, settings, decided)
         drafts = StartDrafts(
             model.speculative_tokens, model.method, model.rates, decided.max_model_len, settings.version
         )
@@ -486,23 +488,26 @@ def _started(engine: str, placed: Placed, model: ModelSettings, on: DeviceSettin
     return facts
 
 
-def _check_drafts(model: ModelSettings, geometry: Geometry, settings: StartSettings) -> None:
+def _check_drafts(model: ModelSettings, geometry: Geometry, settings: StartSettings, decided: Start) -> None:
     """Raise SettingError for drafts that are not replayed as vLLM schedules them."""
-    kinds = {layer.kind for layer in geometry.layers}
-    if "state" in kinds:
-        raise SettingError("does not draft for models with states: vLLM's states of drafts", "engine")
     if model.method == "ngram" and settings.has_async_scheduling:
         raise SettingError(
             "schedules guesses by n-grams one step after the other",
             "engine",
             hint="Give {async_scheduling} false.",
         )
-    if model.method != "ngram" and settings.version == "0.32" and geometry.keeps_less:
-        raise SettingError(
-            "drops a block of some layers' hits with drafts, which is replayed for models that keep every token",
-            "engine",
-            hint="Give {engine} vllm==0.33, which drops none.",
+    if model.method == "ngram" or settings.version != "0.32" or not geometry.keeps_less:
+        return
+    # Layers that draft are those of the last group that vLLM registers, with MTP; else they are in all groups.
+    what = ""
+    if model.method != "mtp" or geometry.draft is None or geometry.draft.span is not None:
+        what = (
+            "drops a block of every layer's hits with drafts, which is replayed if the drafting layers keep all tokens"
         )
+    elif any(spec.num_checkpoints for stage in decided.specs for spec in stage.values()):
+        what = "names states inside chunks by the tokens before them with drafts, which is not replayed"
+    if what:
+        raise SettingError(what, "engine", hint="Give {engine} vllm==0.33, which drops none.")
 
 
 def _calibrated(given: Given, cost: Any) -> Given:

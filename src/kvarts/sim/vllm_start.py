@@ -77,6 +77,11 @@ class StartDrafts(msgspec.Struct, frozen=True, omit_defaults=True):
         """Whether layers with KV draft."""
         return self.method != "ngram"
 
+    @property
+    def drops_last(self) -> bool:
+        """Whether requests compute the last page again that the layers with all tokens have, as in 0.32."""
+        return self.has_layers and self.version == "0.32"
+
     def speculation(self) -> Speculation:
         """Return them as an engine in virtual time drafts."""
         from kvarts.core.sched.foreseen_drafts import Speculation
@@ -88,7 +93,7 @@ class StartDrafts(msgspec.Struct, frozen=True, omit_defaults=True):
             most_tokens=self.most_tokens,
             accepts=self.num_accepted,
             lookahead=int(self.has_layers and not is_old),
-            drops_last=self.has_layers and is_old,
+            drops_last=self.drops_last,
             names_at_ends=not is_old,
         )
 

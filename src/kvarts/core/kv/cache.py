@@ -632,15 +632,25 @@ class States:
     """States of sequences, where no group keeps them by page: sequences begin and chunks of prompts end anywhere.
 
     `aligns`: states are kept only where chunks end, so chunks of prompts end at pages. `defers`: `begin_step` must be
-    called, as no request can begin after a state that the same step computes. `renames`, `saves_inside`: as of
-    GroupMemory.
+    called, as no request can begin after a state that the same step computes. `renames`, `saves_inside` and
+    `drops_last`: as of GroupMemory. `adds_room`: the cache itself takes the room that a request has for drafts after
+    the tokens of a step.
     """
 
-    __slots__ = ("aligns", "defers", "renames", "saves_inside")
+    __slots__ = ("adds_room", "aligns", "defers", "drops_last", "renames", "saves_inside")
 
     def __init__(
-        self, *, aligns: bool = False, defers: bool = False, renames: bool = True, saves_inside: bool = False
+        self,
+        *,
+        aligns: bool = False,
+        defers: bool = False,
+        renames: bool = True,
+        saves_inside: bool = False,
+        adds_room: bool = False,
+        drops_last: bool = False,
     ) -> None:
+        self.adds_room = adds_room
+        self.drops_last = drops_last
         self.aligns = aligns
         self.defers = defers
         self.renames = renames
@@ -665,6 +675,10 @@ class States:
 
     def branch(self, table: BlockTable) -> int:
         """Return the same for a sequence, as of when it began."""
+        return 0
+
+    def num_found(self, content: Content, limit: int) -> int:
+        """Return how many of the first `limit` pages of `content` the groups that keep all tokens have."""
         return 0
 
 

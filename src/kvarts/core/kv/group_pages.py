@@ -10,7 +10,8 @@ part can consist of any blocks. The RunCache below counts in the same unit: one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import cast
 
 from kvarts.core.content import NOTHING, Content
@@ -29,8 +30,9 @@ from kvarts.core.kv.cache import (
     Needs,
     States,
 )
+from kvarts.core.kv.draft_states import DraftedNeeds, DraftedParts, DraftSpace
 from kvarts.core.kv.eviction import EvictionOrder, PinnedPages
-from kvarts.core.kv.group_needs import Held
+from kvarts.core.kv.group_needs import GroupNeeds, Held
 from kvarts.core.kv.groups import GroupMemory
 from kvarts.core.kv.pool import CountPool, IdPool, PageError, PageId
 from kvarts.core.kv.run_cache import RunCache
@@ -112,7 +114,8 @@ class GroupPages(Cache):
     examines the parts that are evicted next, so the cache follows no decodes. `eviction_order`: chooses the next run to
     evict, and is notified of each release, so the cache follows no decodes either; without it, the least recently
     released run is evicted next. `at_branches`: as of RunCache. `plans_ahead`: decodes release and publish a step
-    later; with `emit` or a tier below, it follows none. `names_decodes`: their pages are named at their turns.
+    later; with `emit` or a tier below, it follows none. `drafts`: the space of drafts in virtual time, with which pages
+    of decodes are named at their turns.
     """
 
     __slots__ = (
@@ -141,14 +144,17 @@ class GroupPages(Cache):
         at_branches: bool = False,
         plans_ahead: bool = False,
         leaps_emitted: bool = False,
-        names_decodes: bool = False,
+        drafts: DraftSpace | None = None,
     ) -> None:
         ids = IdPool(num_blocks) if with_ids else None
         pool = CountPool(num_blocks) if ids is None else ids
         most_kept = 2 * most_new_tokens if plans_ahead else most_new_tokens
         has_sizes = memory.hit_pages > 1
-        make_parts = SizedParts if has_sizes else RunCache
-        self.group_needs = needs_of(memory, page_size=page_size, most_new=most_new_tokens, most_kept=most_kept)
+        make_parts: Callable[..., RunCache] = SizedParts if has_sizes else RunCache
+        make_needs: Callable[..., GroupNeeds] = needs_of
+        if drafts is not None and memory.aligns:
+            make_parts, make_needs = partial(DraftedParts, space=drafts), partial(DraftedNeeds, space=drafts)
+        self.group_needs = make_needs(memory, page_size=page_size, most_new=most_new_tokens, most_kept=most_kept)
         super().__init__(pool, page_blocks=self.group_needs.page_blocks)
         self.mean_page_blocks = self.group_needs.mean_page_blocks
         self.memory = memory
@@ -169,7 +175,7 @@ class GroupPages(Cache):
             at_branches=at_branches,
             lag=int(plans_ahead),
         )
-        if names_decodes:  # else each page is named in the step that fills it, before its window passes it
+        if drafts is not None:  # else each page is named in the step that fills it, before its window passes it
             self.parts.empty_open()
         self.orders_releases = any(self.parts.empties_open)
         self.match = self.parts.match
@@ -181,6 +187,8 @@ class GroupPages(Cache):
             defers=memory.has_states_by_page,
             renames=memory.renames_states,
             saves_inside=memory.saves_inside,
+            adds_room=isinstance(self.parts, DraftedParts),
+            drops_last=memory.drops_last,
         )
         self._num_given = 0
         """Total of blocks returned by `give` since the beginning."""
@@ -189,7 +197,7 @@ class GroupPages(Cache):
         is_named = emit is not None and (not leaps_emitted or num_below > 0 or memory.has_states_by_page)
         is_named = is_named or (plans_ahead and (emit is not None or num_below > 0))
         is_periodic = bool(memory.retention_interval)  # parts of decodes are retained
-        self.names_decodes = names_decodes or with_ids or is_named or is_watched or is_periodic or has_sizes
+        self.names_decodes = drafts is not None or with_ids or is_named or is_watched or is_periodic or has_sizes
         self.publishes_all = self.names_decodes or emit is not None
         if not self.names_decodes:
             self.decodes = DecodesInGroups(self)
@@ -804,8 +812,8 @@ class StatesByPage(States):
 
     __slots__ = ("_parts",)
 
-    def __init__(self, parts: RunCache, *, aligns: bool, defers: bool, renames: bool, saves_inside: bool) -> None:
-        super().__init__(aligns=aligns, defers=defers, renames=renames, saves_inside=saves_inside)
+    def __init__(self, parts: RunCache, **rules: bool) -> None:
+        super().__init__(**rules)
         self._parts = parts
 
     def begin_step(self) -> None:
@@ -831,3 +839,9 @@ class StatesByPage(States):
     def branch(self, table: BlockTable) -> int:
         """Return the same for a sequence, as of when it began."""
         return cast(GroupTable, table).parts.branch
+
+    def num_found(self, content: Content, limit: int) -> int:
+        """Return how many of the first `limit` pages of `content` the groups that keep all tokens have."""
+        reach = self._parts.tree.reach(content, limit)
+        keeping = zip(self._parts.groups, reach, strict=True)
+        return min(num_pages for group, num_pages in keeping if not (group.is_state or group.is_bounded))

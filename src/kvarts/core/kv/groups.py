@@ -98,7 +98,9 @@ class GroupMemory(msgspec.Struct, frozen=True):
     and states retain parts only where prompts end or part, and each so many tokens (kvarts.core.kv.retention); None:
     all. `renames_states`: a step that begins at the last page end of a prompt names the state there again, as vLLM 0.32
     does and 0.33 does not, so that no other request begins after it in this step. `saves_inside`: a chunk also keeps
-    the state before its last page, which the model saves while it computes the chunk. Raises ConfigError if no group
+    the state before its last page, which the model saves while it computes the chunk. `drops_last`: the
+    groups that keep all tokens have layers that draft, so that the last page that they know of a request is computed
+    again, as in vLLM 0.32: other groups retain what is before that page. Raises ConfigError if no group
     keeps tokens, and for a divisor that leaves no whole blocks.
     """
 
@@ -109,6 +111,7 @@ class GroupMemory(msgspec.Struct, frozen=True):
     retention_interval: int | None = None
     renames_states: bool = True
     saves_inside: bool = False
+    drops_last: bool = False
 
     def __post_init__(self) -> None:
         if not any(group.layer.keeps_tokens for group in self.groups):

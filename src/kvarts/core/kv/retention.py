@@ -24,11 +24,12 @@ class Retained:
     `of_group`: for each group, the parts with which a sequence resumes; None for a group that retains all.
     """
 
-    __slots__ = ("_hit_pages", "_hit_tokens", "_page_size", "_pages_between", "of_group")
+    __slots__ = ("_drops_last", "_hit_pages", "_hit_tokens", "_page_size", "_pages_between", "of_group")
 
     def __init__(self, memory: GroupMemory, page_size: int) -> None:
         assert memory.retention_interval is not None
         self._page_size = page_size
+        self._drops_last = memory.drops_last
         self._hit_pages = memory.hit_pages
         self._hit_tokens = self._hit_pages * page_size
         self._pages_between = memory.retention_interval // page_size
@@ -47,12 +48,15 @@ class Retained:
         """Return the page from which on no group retains a page of `table`; NEVER if each retains some at intervals."""
         if self._pages_between:
             return NEVER
-        prompt_end, branch = self._prompt_end(table), table.branch // self._page_size
+        prompt_end, branch = self._prompt_ends(table)[-1], table.branch // self._page_size
         return branch if branch > prompt_end else prompt_end
 
-    def _prompt_end(self, table: RunTable) -> int:
-        """Return the page at which the longest hit of the prompt ends."""
-        return (table.content.num_prompt_tokens - 1) // self._hit_tokens * self._hit_pages
+    def _prompt_ends(self, table: RunTable) -> tuple[int, ...]:
+        """Return the pages, in order, at which hits of the prompt end: of the same one, or of a longer one as well."""
+        num_tokens, size, pages = table.content.num_prompt_tokens, self._hit_tokens, self._hit_pages
+        if not self._drops_last:
+            return ((num_tokens - 1) // size * pages,)
+        return max(0, (num_tokens - 1) // size - 1) * pages, max(0, num_tokens // size - 1) * pages
 
     def ranges(self, index: int, table: RunTable, start: int, end: int) -> list[tuple[int, int]]:
         """Return which of pages [start, end) of `table` a group retains, as ranges in order.
@@ -64,7 +68,7 @@ class Retained:
         assert count is not None
         if start >= self.last_page(table):
             return []
-        ends = {self._prompt_end(table), table.branch // self._page_size}
+        ends = {*self._prompt_ends(table), table.branch // self._page_size}
         if self._pages_between:
             first = start // self._pages_between + 1
             ends.update(range(first * self._pages_between, end + count, self._pages_between))

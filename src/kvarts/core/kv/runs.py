@@ -614,15 +614,15 @@ class RunTable:
 
     `num_tokens`: tokens that are computed, or are about to be in this step; for a decode, when it began to decode.
     `last`: the span of its last full page that can be found; `num_named` pages can. `num_taken`: pages for which parts
-    were taken. `branch`: tokens before the place at which it leaves another content, where snapshots are made; 0 for
-    none. `held`: for each group, runs in order of position. `first_open`: for each group, the first page after
-    these that cannot be found, as far as it is held. `num_states`: for each group, its own states, 0 or 1. `given`:
-    listed runs that cannot be found yet. Where blocks have ids: `open_ids`, the ids of the parts from `first_open` on,
-    and `state_ids`, those of its states, by group; `snapshots`, copies of states to make in this step, each with the
-    number of tokens before it. `swapped_tokens`: if not 0, it is about to be closed after so many tokens, and its state
-    is kept for its own request. `num_emitted`: the first pages whose events were emitted before they became
-    findable: no other sequence can find them. `prefill_end`: the tokens after which it decodes, where chunks may keep
-    states inside.
+    were taken; `num_stated`: those with states, where requests draft. `branch`: tokens before the place at which it
+    leaves another content, where snapshots are made; 0 for none. `held`: for each group, runs in order of position.
+    `first_open`: for each group, the first page after these that cannot be found, as far as it is held. `num_states`:
+    for each group, its own states, 0 or 1, or those of a draft. `given`: listed runs that cannot be found yet. Where
+    blocks have ids: `open_ids`, the ids of the parts from `first_open` on, and `state_ids`, those of its states, by
+    group; `snapshots`, copies of states to make in this step, each with the number of tokens before it.
+    `swapped_tokens`: if not 0, it is about to be closed after so many tokens, and its state is kept for its own
+    request. `num_emitted`: the first pages whose events were emitted before they became findable: no other sequence can
+    find them. `prefill_end`: the tokens after which it decodes, where chunks may keep states inside.
 
     For a decode: `base` plus the number of steps done is the number of computed tokens, `admission` its place among the
     decodes, `streams` and `odd_steps` the state of each group's releases (Decodes). `fills_known`: others may find the
@@ -645,6 +645,7 @@ class RunTable:
         "last",
         "num_emitted",
         "num_named",
+        "num_stated",
         "num_states",
         "num_taken",
         "num_tokens",
@@ -660,7 +661,7 @@ class RunTable:
     def __init__(self, content: Content, last: Span, num_pages: int, page_size: int, num_groups: int) -> None:
         self.content = content
         self.last = last
-        self.num_named = self.num_taken = num_pages
+        self.num_named = self.num_taken = self.num_stated = num_pages
         self.num_tokens = num_pages * page_size
         self.branch = 0
         self.prefill_end = 0

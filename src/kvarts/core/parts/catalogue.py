@@ -227,7 +227,7 @@ def _open_turns(opening: Opening) -> Acts | None:
         return None
     from kvarts.core.parts.turns import TurnsAfterChunks
 
-    return TurnsAfterChunks(opening.scheduler, threshold).acts()
+    return TurnsAfterChunks(opening.scheduler, threshold, orders=opening.speculation is None).acts()
 
 
 def _open_cadence(opening: Opening) -> Acts | None:
@@ -345,7 +345,8 @@ def _aligned(config: EngineConfig, cache: Cache) -> AlignedChunks | None:
     from kvarts.core.parts.chunk_ends import AlignedChunks
 
     most_tokens = min(config.max_num_batched_tokens, config.long_prefill_token_threshold or MOST_COUNT)
-    return AlignedChunks(config.page_size, most_tokens, saves_inside=cache.states.saves_inside)
+    states = cache.states
+    return AlignedChunks(config.page_size, most_tokens, saves_inside=states.saves_inside, drops_last=states.drops_last)
 
 
 def _settle_places(memory: GroupMemory, page_size: int) -> tuple[int, ...]:

@@ -15,14 +15,22 @@ class AlignedChunks:
 
     The last chunk of a prompt begins at its last page end, unless the state there is saved inside a chunk
     (`saves_inside`), and a chunk ends where the prompt leaves another one. `most_tokens`: the most tokens of a chunk.
+    `drops_last`: a request computes the last page again that it finds, so that the last page end is one page earlier.
     """
 
-    __slots__ = ("_most_tokens", "_page_size", "_saves_inside")
+    __slots__ = ("_drops_last", "_most_tokens", "_page_size", "_saves_inside")
 
-    def __init__(self, page_size: int, most_tokens: int, *, saves_inside: bool = False) -> None:
+    def __init__(
+        self, page_size: int, most_tokens: int, *, saves_inside: bool = False, drops_last: bool = False
+    ) -> None:
         self._saves_inside = saves_inside
+        self._drops_last = drops_last
         self._page_size = page_size
         self._most_tokens = most_tokens
+
+    def _last_page(self, num_tokens: int) -> int:
+        """Return the number of pages after which a sequence of `num_tokens` tokens is continued by an equal one."""
+        return num_tokens // self._page_size - 1 if self._drops_last else (num_tokens - 1) // self._page_size
 
     def num_tokens(self, request: Request, start: int, num_tokens: int, branch: int) -> int:
         """Return how many of the tokens [start, start + num_tokens) the next chunk computes; 0 short of a page end.
@@ -40,8 +48,8 @@ class AlignedChunks:
             if page_end > start or page_size <= self._most_tokens:
                 end = page_end
         is_saved = self._saves_inside and end >= prefill_end and not start % page_size
-        is_saved = is_saved and (prefill_end - 1) // page_size > start // page_size
-        stops = [] if is_saved else [(num_known - 1) // page_size * page_size]
+        is_saved = is_saved and self._last_page(prefill_end) > start // page_size
+        stops = [] if is_saved else [self._last_page(num_known) * page_size]
         if start % page_size:
             stops.append((start // page_size + 1) * page_size)
         if branch < end:
@@ -54,10 +62,10 @@ class AlignedChunks:
         `end`: the tokens that are known. vLLM 0.32 counts the state there as computed by this step, as long as the
         request still has it, so that an equal prompt begins after it in a later step.
         """
-        page = (request.num_prompt_tokens - 1) // self._page_size
+        page = self._last_page(request.num_prompt_tokens)
         if not cache.states.renames:
             return
-        if page and end // self._page_size == page and start - num_in_flight <= page * self._page_size <= start:
+        if page > 0 and end // self._page_size == page and start - num_in_flight <= page * self._page_size <= start:
             cache.states.note(request.content, page)
 
 

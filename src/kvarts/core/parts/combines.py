@@ -78,7 +78,7 @@ FEATURES = {
     "batches": Feature("the engine 'sglang'", ("replay", "plan", "mock")),
     "start": Feature("a start of vLLM", ("replay", "plan", "mock", "fleet")),
     "sizes": Feature("blocks of several sizes", ("replay", "mock", "fleet"), part_of="start"),
-    "started_drafts": Feature("drafts in a start of vLLM", ("replay",), part_of="start"),
+    "started_drafts": Feature("drafts in a start of vLLM", ("replay", "plan"), part_of="start"),
     "fused": Feature("attention by FlashAttention or Triton", ("model",)),
 }
 """Features that users can request: the rows of the table."""
@@ -183,14 +183,11 @@ REFUSED = (
         Refusal(("started_drafts", other), why, "Leave it out, or give {engine} none.")
         for other, why in (
             ("tiers", "vLLM names blocks otherwise with a connector"),
-            ("sizes", "it is not modelled"),
-            ("plan", "it is not modelled"),
-            ("mock", "it is not modelled"),
-            ("fleet", "it is not modelled"),
+            ("mock", "a mock answers one token per step"),
+            ("fleet", "its workers need a connector, with which vLLM names blocks otherwise"),
             ("sessions", "it is not modelled"),
             ("ranks", "it is not modelled"),
             ("bound", "each decode takes the tokens of a whole draft"),
-            ("cadence", "it is not modelled"),
         )
     ),
     Refusal(("cadence", "windows"), "pages of such sessions are for prompts that go on in every step", "Leave it out."),

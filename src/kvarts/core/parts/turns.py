@@ -17,13 +17,15 @@ __all__ = ["TurnsAfterChunks"]
 class TurnsAfterChunks:
     """Turns of decodes that were admitted after a chunked request, as in vLLM: after that request's.
 
-    `threshold`: the most tokens of a prompt in a step, unless it is alone; 0 for no such limit.
+    `threshold`: the most tokens of a prompt in a step, unless it is alone; 0 for no such limit. `orders`: whether
+    nothing else gives decodes their turns, as drafts do.
     """
 
-    __slots__ = ("_page_size", "_scheduler", "_threshold")
+    __slots__ = ("_orders", "_page_size", "_scheduler", "_threshold")
 
-    def __init__(self, scheduler: SchedulerState, threshold: int) -> None:
+    def __init__(self, scheduler: SchedulerState, threshold: int, *, orders: bool = True) -> None:
         self._scheduler = scheduler
+        self._orders = orders
         self._page_size = scheduler.wheel.page_size
         self._threshold = threshold
         scheduler.prefill.has_turns = True
@@ -41,7 +43,7 @@ class TurnsAfterChunks:
             prefill.most_tokens = MOST_COUNT if is_alone else self._threshold
         if prefill.in_turn:
             prefill.let_in_turn([])
-        if scheduler.running.chunked:
+        if self._orders and scheduler.running.chunked:
             self._order(step)
 
     def _order(self, step: Step) -> None:

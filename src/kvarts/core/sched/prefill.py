@@ -28,10 +28,13 @@ class DraftRoom(NamedTuple):
     """`of`: returns the tokens that a request has room for after a step that computes its first so many.
 
     `extend`: takes the room of a chunk that ends with so many tokens, of so many known ones, and names its pages.
+    `turns_before`: lets decodes have their turns that were admitted before an admission, with so many tokens left for
+    them, and returns how many they take.
     """
 
     of: Callable[[int], int]
     extend: Callable[[Request, BlockTable, int, int], None]
+    turns_before: Callable[[int, int], int]
 
 
 class Prefill:
@@ -235,6 +238,9 @@ class Prefill:
         num_most = 0
         is_cut = False
         for request in running.chunked.copy():
+            if self._draft_room is not None:
+                budget -= self._compute_planned(planned, chunks)
+                budget -= self._draft_room.turns_before(request.admission, budget)
             if request.admission < 0 or (self.is_held and request not in self.in_turn):
                 continue  # preempted for an earlier request, or not computed in this step
             start = request.num_computed
@@ -278,7 +284,7 @@ class Prefill:
                         if self._preemptor.ends_steps:
                             break
                         continue
-                    budget += num_decoding - running.wheel.num_decoding
+                    budget += self._num_freed(num_decoding)
             planned[request.admission] = Planned(request, start + num_tokens)
         budget -= self._compute_planned(planned, chunks)
         if running.num_sharing:
@@ -309,7 +315,7 @@ class Prefill:
             if not self._preemptor.make_room(request, num_blocks, now_ns, {}):
                 num_tokens = 0
             else:
-                num_freed = num_decoding - running.wheel.num_decoding
+                num_freed = self._num_freed(num_decoding)
         if num_tokens:
             if running.num_sharing:
                 self._publish_before(request.admission)
@@ -317,6 +323,13 @@ class Prefill:
         if running.num_sharing:
             self._publish_before(MOST_COUNT)
         return num_tokens - num_freed
+
+    def _num_freed(self, num_decoding: int) -> int:
+        """Return the tokens that the budget has again for decodes that were preempted since there were `num_decoding`.
+
+        Drafts take none of the budget before the turns of their decodes, which are later.
+        """
+        return 0 if self._draft_room is not None else num_decoding - self._running.wheel.num_decoding
 
     def _take_planned(self, planned: dict[int, Planned]) -> None:
         """Take the pages of the chunks in `planned`, which a request with a later turn may withdraw."""
