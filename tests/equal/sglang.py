@@ -168,8 +168,9 @@ def draw_windows(load: SglangLoad, draw: random.Random) -> None:
     least = 2 * -(-load.window // page_size) + 4
     if draw.random() < 0.8:  # else SGLang may never go on, as what a prompt finds leaves too little
         least += min(load.chunk, most) // page_size
+    load.size = max(load.size, least * page_size)
     num_pages = int(load.size // page_size * draw.choice([0.1, 0.3, 0.5, 0.8, 1.0]))
-    load.window_size = max(num_pages, least) * page_size
+    load.window_ratio = min(1.0, (max(num_pages, least) + 0.5) * page_size / load.size)
 
 
 def first_of(load: SglangLoad, count: int) -> SglangLoad:

@@ -48,8 +48,8 @@ class SglangLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     the device, takes so many steps. `prefetch_policy`: how long requests wait for storage below it, "" without any;
     `storage_config` has its thresholds. A query takes `query_steps`, and each batch of `batch_pages` pages that are
     read or written so many. `stored`: the requests whose prompts and answers are in storage at the start.
-    `window`: tokens that layers with sliding windows attend to, 0 without such layers; `window_size`: tokens of KV of
-    these layers.
+    `window`: tokens before a token that layers with sliding windows attend to, 0 without such layers; `window_ratio`:
+    the size of the pool of their KV, as a part of the other one's.
     """
 
     page_size: int
@@ -85,7 +85,12 @@ class SglangLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     batch_pages: int = 128
     stored: list[int] = []
     window: int = 0
-    window_size: int = 0
+    window_ratio: float = 0.8
+
+    @property
+    def window_size(self) -> int:
+        """The tokens of the pool of layers with sliding windows, as SGLang rounds them."""
+        return int(self.size * self.window_ratio) // self.page_size * self.page_size
 
 
 class SglangStep(msgspec.Struct, omit_defaults=True):

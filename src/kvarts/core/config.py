@@ -170,7 +170,8 @@ class BatchRules(msgspec.Struct, frozen=True, kw_only=True):
 
     `has_priorities`: requests of larger priorities come first, or of lower ones with `low_first`. `preempts`: they
     preempt running requests whose priority differs by more than `threshold`. `retracts_by_priority`: if decodes lack
-    memory, the least important ones are retracted first.
+    memory, the least important ones are retracted first. `window`: the tokens that layers with sliding windows attend
+    to, 0 without such layers; `window_pages`: the pages of the pool of their KV.
     """
 
     overlaps: bool = True
@@ -185,6 +186,8 @@ class BatchRules(msgspec.Struct, frozen=True, kw_only=True):
     preempts: bool = False
     threshold: int = 10
     retracts_by_priority: bool = False
+    window: int = 0
+    window_pages: int = 0
 
     @property
     def sign(self) -> int:

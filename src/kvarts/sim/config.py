@@ -694,7 +694,7 @@ class ReplayConfig(
     @property
     def batches(self) -> BatchRules | None:
         """The rules of such an engine; None for any other."""
-        return self.batch_rules() if self.plans_batches else None
+        return self.batch_rules(self.pool_tokens) if self.plans_batches else None
 
     def _check_batches(self) -> None:
         """Refuse settings of SGLang for another engine, and what that engine does not do."""

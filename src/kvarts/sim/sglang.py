@@ -152,6 +152,18 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
     hicache_storage_prefetch_retry_max_attempts: Annotated[
         int, setting("With storage: how often a request asks it again.", metavar="N")
     ] = 8
+    sliding_window: Annotated[
+        int,
+        setting(
+            "With the engine sglang and without a model: the tokens that layers with sliding windows attend to, as in a "
+            "config.json. A pool of its own has their KV. 0: no such layers.",
+            metavar="TOKENS",
+        ),
+    ] = 0
+    swa_full_tokens_ratio: Annotated[
+        float,
+        setting("With sliding windows: tokens of the pool of their KV, as a part of those of the other pool."),
+    ] = 0.8
     enable_priority_scheduling: Annotated[
         bool,
         setting(
@@ -177,9 +189,11 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "length"
 
-    def batch_rules(self) -> BatchRules:
-        """Return the rules of the scheduler."""
+    def batch_rules(self, num_tokens: int) -> BatchRules:
+        """Return the rules of the scheduler, with a pool of `num_tokens` tokens."""
         return BatchRules(
+            window=max(0, self.sliding_window - 1),
+            window_pages=int(num_tokens * self.swa_full_tokens_ratio) // self.page_size,
             overlaps=not self.disable_overlap_schedule,
             max_prefill_tokens=self.max_prefill_tokens or BatchRules().max_prefill_tokens,
             ignores_eos=self.schedule_conservativeness is None,
