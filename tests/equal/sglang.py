@@ -165,9 +165,7 @@ def draw_windows(load: SglangLoad, draw: random.Random) -> None:
             ask.output = [draw.randrange(3) for _ in range(draw.randint(100, 500))]
     most = max(len(ask.prompt) + len(ask.output) for ask in load.asks) + 3 * page_size
     load.size = max(load.size, -(-most // page_size) * page_size)
-    least = 2 * -(-load.window // page_size) + 4
-    if draw.random() < 0.8:  # else SGLang may never go on, as what a prompt finds leaves too little
-        least += min(load.chunk, most) // page_size
+    least = 3 * -(-load.window // page_size) + 2 * -(-128 // page_size) + 6
     load.size = max(load.size, least * page_size)
     num_pages = int(load.size // page_size * draw.choice([0.1, 0.3, 0.5, 0.8, 1.0]))
     load.window_ratio = min(1.0, (max(num_pages, least) + 0.5) * page_size / load.size)
@@ -218,23 +216,24 @@ def first_difference(
 ) -> tuple[int, SglangStep | None, SglangStep | None] | None:
     """Return the number of the first step that differs, and what both did in it; None if all are equal.
 
-    A load ends where SGLang aborts the only running request, which kvarts retracts, and where it never goes on.
+    A load ends where SGLang aborts the only running request, which kvarts retracts, where it never goes on, and where
+    it loses the rest of a prompt.
     """
     for number, (mine, peers) in enumerate(zip_longest(ours(load), theirs(load))):
         if mine != peers:
             if mine and peers and peers.aborted and mine.retracted == [*peers.retracted, *peers.aborted]:
                 counts["loads up to an abort"] += 1
                 return None
-            if mine and peers and peers.stalls:
-                counts["loads up to a stall"] += 1
+            if mine and peers and peers.fails:
+                counts["loads up to a failure"] += 1
                 return None
             return number, mine, peers
         counts["steps"] += 1
         counts["retractions"] += len(mine.retracted)
         counts["tokens hit"] += sum(mine.admitted.values())
         counts["requests"] += len(mine.ended)
-        if mine.stalls:
-            counts["loads up to a stall"] += 1
+        if mine.fails:
+            counts["loads up to a failure"] += 1
             return None
         if mine.loaded:
             counts["tokens loaded"] += sum(mine.loaded.values())

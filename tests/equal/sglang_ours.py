@@ -92,8 +92,8 @@ def config_of(load: SglangLoad) -> ReplayConfig:
         hicache_ratio=load.host_ratio,
         hicache_write_policy=load.write_policy,  # type: ignore[arg-type]
         **_storage_of(load),
-        sliding_window=load.window + 1 if load.window else 0,
-        swa_full_tokens_ratio=load.window_ratio,
+        sliding_window_size=load.window,
+        swa_full_tokens_ratio=load.window_ratio if load.window else 0.8,
         cost="linear:step_ms=1",
     )
 

@@ -373,7 +373,10 @@ def _steps(load: SglangLoad) -> Iterator[SglangStep]:
         if is_idle and not server.waiting_queue and server.chunked_req is None:
             server.new_token_ratio_tracker.reset()
         allocator, tree = server.token_to_kv_pool_allocator, server.tree_cache
-        step.stalls = bool(load.window and is_idle and (server.waiting_queue or server.chunked_req))
+        step.fails = bool(load.window and is_idle and (server.waiting_queue or server.chunked_req))
+        if load.window and batch is not None and is_prefill:
+            parts = [req for req in batch.reqs if req.extend_end < len(req.full_untruncated_fill_ids)]
+            step.fails |= any(req is not server.chunked_req for req in parts)
         step.free = allocator.full_available_size() if load.window else allocator.available_size()
         step.evictable, step.waiting = tree.full_evictable_size(), len(server.waiting_queue)
         if load.window:

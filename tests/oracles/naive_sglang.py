@@ -98,7 +98,8 @@ class SglangStep(msgspec.Struct, omit_defaults=True):
 
     `loaded`: those of them that come from host memory; `fetched`: of these, those that came there from storage for this
     request. `stored`: the tokens in storage; `reserved`: those that prefetches may take room for. `window_free`,
-    `window_evictable`: those of layers with sliding windows. `stalls`: nothing runs, and what waits never begins.
+    `window_evictable`: those of layers with sliding windows. `fails`: nothing runs, and what waits never begins; or the
+    prompts of two requests are computed in part, and the first one is taken for computed.
     `events`: its KV events as a consumer decodes them.
     """
 
@@ -118,7 +119,7 @@ class SglangStep(msgspec.Struct, omit_defaults=True):
     reserved: int = 0
     window_free: int = 0
     window_evictable: int = 0
-    stalls: bool = False
+    fails: bool = False
     events: list[dict[str, Any]] = []
 
 
@@ -393,7 +394,7 @@ class NaiveSglang:
         step.stored, step.reserved = self.tree.num_stored, self.tree.num_asked
         self.tree.note_windows(step)
         is_waiting = bool(self.waiting) or self.chunked is not None
-        step.stalls = self.load.window > 0 and is_idle and not self.running and is_waiting
+        step.fails |= self.load.window > 0 and is_idle and not self.running and is_waiting
         return step
 
     def queue(self, requests: list[_Req]) -> None:
@@ -548,6 +549,7 @@ class NaiveSglang:
             num_tokens, num_new = rest, min(len(request.ask.output), MOST_PROMISED)
             if self.ceil(rest) > most:
                 num_tokens, num_new = most // page * page, 0
+                self.step.fails = chunked is not None or self.chunked is not None
                 chunked = request
             request.begin(length)
             request.branch = num_of_branch

@@ -104,7 +104,7 @@ class NaiveWindowTree(NaiveRadixTree):
         return best, at
 
     def insert_from(self, tokens: Sequence[int], own_from: int, evicted: int) -> _WindowNode:
-        """Add whole pages, as the base; the request has no window KV of its tokens before `evicted` that are its own."""
+        """Add whole pages, as the base; of its own tokens before `evicted`, the request has no window KV."""
         tokens, node, at = self.whole(tokens), self.root, 0
         while at < len(tokens):
             child, length = self._child(node, tokens, at)

@@ -6,7 +6,7 @@ command line. TOML files and the command line use the short field names in `rena
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Final, Literal, get_args
 
 import msgspec
 
@@ -14,6 +14,7 @@ from kvarts.base.limits import MOST_COUNT, MOST_MS, MOST_PAGE_TOKENS, MOST_PAGES
 from kvarts.base.settings import SettingError, setting
 
 __all__ = [
+    "SLIDE_TOKENS",
     "BatchEngineConfig",
     "BatchRules",
     "EngineConfig",
@@ -157,6 +158,10 @@ class BatchEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_
     def plans_batches(self) -> bool:
         """Return True."""
         return True
+
+
+SLIDE_TOKENS: Final = 128
+"""The tokens that leave the window of a decode before its KV is released: SGLang's SGLANG_SWA_EVICTION_INTERVAL."""
 
 
 class BatchRules(msgspec.Struct, frozen=True, kw_only=True):

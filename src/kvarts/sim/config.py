@@ -719,6 +719,7 @@ class ReplayConfig(
                 "max_num_batched_tokens",
             )
         self._check_host()
+        self.check_windows(self.pool_tokens, has_host=self.below is not None and bool(self.below.listed))
 
     def _check_host(self) -> None:
         """Refuse what host memory below SGLang's tree does not do."""

@@ -53,7 +53,9 @@ class WindowMatch(Match):
 
     __slots__ = ("reach", "walked")
 
-    def __init__(self, content: Content, nodes: Path, num_pages: int, num_shared: int, walked: Path, reach: int) -> None:
+    def __init__(
+        self, content: Content, nodes: Path, num_pages: int, num_shared: int, walked: Path, reach: int
+    ) -> None:
         super().__init__(content, nodes, num_pages, num_shared)
         self.walked = walked
         self.reach = reach

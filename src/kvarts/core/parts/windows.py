@@ -1,7 +1,7 @@
 """Batches of a model some of whose layers have sliding windows, as SGLang's, with a pool of its own for their KV.
 
-A prompt is admitted if the pages that it lacks are free as without windows, and if its *window KV* is free as well: what
-a chunk has beyond a window, a window or all that it will ever have, and a page. Nothing of that is promised to running
+A prompt is admitted if the pages that it lacks are free as without windows, and if its *window KV* is free: what a
+chunk has beyond a window, a window or all that it will ever have, and a page. Nothing of that is promised to running
 requests; admission is tried in every step. A prompt that would lack window KV even of an empty pool gets a shorter
 chunk, and one that goes on waits, while decodes go first, until there is window KV for a page of it.
 
@@ -10,9 +10,9 @@ Decodes free the window KV that has left their windows, once it is of 128 tokens
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from kvarts.core.config import BatchRules
+from kvarts.core.config import SLIDE_TOKENS, BatchRules
 from kvarts.core.kv.windows import HeldWindow, WindowMatch, WindowRadixCache
 from kvarts.core.parts.batches import FOR_PAGES, MOST_PROMISED, Batches
 from kvarts.core.request import Request, RequestState
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from kvarts.core.sched.state import SchedulerState
 
 __all__ = ["BatchesWithWindows"]
-
-SLIDE_TOKENS: Final = 128
-"""The tokens that leave the window of a decode before their window KV is freed."""
 
 
 class BatchesWithWindows(Batches):
@@ -71,7 +68,7 @@ class BatchesWithWindows(Batches):
             return verdict
         assert isinstance(ask.match, WindowMatch)
         most = self._most_of_prompt(ask, self._windows.windowed.num_idle(ask.match))
-        if most is None and not (self._running or step.chunks or self._completed or self._ended):
+        if most is None and not (self._running or step.chunks or self._chunked or self._completed or self._ended):
             # SGLang never admits it: what the head finds is in use, and leaves too little.
             ask.match, ask.hit_tokens = WindowMatch(ask.match.content, [], 0, 0, [], 0), 0
             verdict, most = super().fits(ask, step), self._most_of_prompt(ask, 0)
@@ -88,11 +85,13 @@ class BatchesWithWindows(Batches):
         num_tokens = -(-(ask.num_known - ask.hit_tokens) // page_size) * page_size
         num_new = min(request.max_tokens - request.num_output_tokens, MOST_PROMISED)
         need, room = self._need(num_tokens, num_new), self._window_room() - num_kept * page_size
-        if need < room:
-            return self._budget
-        if need < self._windows.windowed.num_window_pages * page_size:
-            return None
-        most = (room - self._need(0, num_new)) // page_size * page_size
+        most = self._budget
+        if need >= room:
+            if need < self._windows.windowed.num_window_pages * page_size:
+                return None
+            most = min(most, (room - self._need(0, num_new)) // page_size * page_size)
+        if most < num_tokens and self._scheduler.running.chunked:
+            return None  # SGLang computes a chunk of it, and takes the prompt of the other one for computed
         return most if most > 0 else None
 
     def _charge(self, request: Request, num_tokens: int) -> None:
