@@ -159,7 +159,8 @@ def draw_windows(load: SglangLoad, draw: random.Random) -> None:
     load.ignore_eos = draw.random() < 0.5
     if not load.ignore_eos:
         load.conservativeness = draw.choice([1.0, 0.3, 0.1])
-    load.policy = draw.choice(["fcfs", "fcfs", "lpm"])
+    load.policy = draw.choice(["fcfs", "fcfs", "lpm", "dfs-weight"])
+    load.has_events = draw.random() < 0.5
     for ask in load.asks:
         if draw.random() < 0.1:
             ask.output = [draw.randrange(3) for _ in range(draw.randint(100, 500))]
@@ -282,6 +283,8 @@ def record(theirs: Steps) -> None:
             load = first_of(draw_load(row, seed), 12)
             steps = list(naive_steps(load))
             is_wanted = row not in ("ratio", "lpm", "priority") or any(step.retracted for step in steps)
+            if row == "windows":
+                is_wanted = any(step.retracted for step in steps) or load.has_events
             if row == "host":
                 is_wanted = any(step.loaded for step in steps)
             if row == "storage":

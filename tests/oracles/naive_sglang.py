@@ -180,7 +180,7 @@ class NaiveRadixTree:
     def evictable(self) -> int:
         return sum(len(node.tokens) for node in self.nodes() if not node.num_locks)
 
-    def _child(self, node: _Node, tokens: Sequence[int], start: int) -> tuple[_Node | None, int]:
+    def _child(self, node: _Node, tokens: Sequence[int], start: int) -> tuple[Any, int]:
         """Return the child that goes on with `tokens`, and how many tokens of its own whole pages agree."""
         child = node.children.get(tuple(tokens[start : start + self.page_size]))
         if child is None:
@@ -192,7 +192,7 @@ class NaiveRadixTree:
             length += 1
         return child, length // self.page_size * self.page_size
 
-    def _split(self, node: _Node, length: int) -> _Node:
+    def _split(self, node: Any, length: int) -> Any:
         """Split a node; return its upper part. Both are recent, the lower one most."""
         upper = type(node)(node.parent, node.tokens[:length], self.now())
         node.parent.children[node.tokens[: self.page_size]] = upper
@@ -204,7 +204,7 @@ class NaiveRadixTree:
     def whole(self, tokens: Sequence[int]) -> Sequence[int]:
         return tokens[: len(tokens) // self.page_size * self.page_size]
 
-    def match(self, tokens: Sequence[int]) -> _Node:
+    def match(self, tokens: Sequence[int]) -> Any:
         """Return the node that ends the longest prefix. The path is recent from now on, the lowest node most."""
         tokens, node, at = self.whole(tokens), self.root, 0
         while at < len(tokens):
@@ -525,8 +525,8 @@ class NaiveSglang:
             request.seen, request.found = len(request.known), length
             tree.lock(node, 1, request)
             rest = len(request.known) - length
-            most = self.most_of_prompt(self.ceil(rest), request.promise, left)
-            if rest + request.promise + page >= room() or most is None:
+            limit = self.most_of_prompt(self.ceil(rest), request.promise, left)
+            if rest + request.promise + page >= room() or limit is None:
                 tree.lock(node, -1, request)
                 self.is_full = bool(batch or self.running)
                 break
@@ -547,8 +547,8 @@ class NaiveSglang:
                     self.is_full = bool(batch or self.running)
                     break
             num_tokens, num_new = rest, min(len(request.ask.output), MOST_PROMISED)
-            if self.ceil(rest) > most:
-                num_tokens, num_new = most // page * page, 0
+            if self.ceil(rest) > limit:
+                num_tokens, num_new = limit // page * page, 0
                 self.step.fails = chunked is not None or self.chunked is not None
                 chunked = request
             request.begin(length)

@@ -58,9 +58,8 @@ class NaiveWindowTree(NaiveRadixTree):
         self.num_free_of_windows -= num_tokens
         assert self.num_free_of_windows >= 0
 
-    def _split(self, node: _Node, length: int) -> _Node:
+    def _split(self, node: Any, length: int) -> Any:
         upper = super()._split(node, length)
-        assert isinstance(upper, _WindowNode) and isinstance(node, _WindowNode)
         if node.has_window:
             self.recent.insert(self.recent.index(node) + 1, upper)
         return upper
@@ -75,7 +74,7 @@ class NaiveWindowTree(NaiveRadixTree):
             covered, node = covered + len(node.tokens), node.parent
         self.recent[:0] = path
 
-    def match(self, tokens: Sequence[int]) -> _Node:
+    def match(self, tokens: Sequence[int]) -> Any:
         node, self.full_hit = self.walk(tokens)
         time, above = float(self.now()), node
         self.refresh(node)
@@ -86,7 +85,8 @@ class NaiveWindowTree(NaiveRadixTree):
 
     def walk(self, tokens: Sequence[int]) -> tuple[Any, int]:
         """Return the node that ends the longest prefix, and the length of the longest one without windows."""
-        tokens, node, at = self.whole(tokens), self.root, 0
+        tokens, at = self.whole(tokens), 0
+        node: Any = self.root
         best, live = self.root, float("inf")
         while at < len(tokens):
             child, length = self._child(node, tokens, at)
@@ -103,9 +103,10 @@ class NaiveWindowTree(NaiveRadixTree):
                 break
         return best, at
 
-    def insert_from(self, tokens: Sequence[int], own_from: int, evicted: int) -> _WindowNode:
+    def insert_from(self, tokens: Sequence[int], own_from: int, evicted: int) -> Any:
         """Add whole pages, as the base; of its own tokens before `evicted`, the request has no window KV."""
-        tokens, node, at = self.whole(tokens), self.root, 0
+        tokens, at = self.whole(tokens), 0
+        node: Any = self.root
         while at < len(tokens):
             child, length = self._child(node, tokens, at)
             if child is None:
@@ -130,7 +131,8 @@ class NaiveWindowTree(NaiveRadixTree):
         return last
 
     def walk_to(self, tokens: Sequence[int]) -> Any:
-        node, at = self.root, 0
+        at = 0
+        node: Any = self.root
         while at < len(tokens):
             node = node.children[tuple(tokens[at : at + self.page_size])]
             at += len(node.tokens)
@@ -148,7 +150,6 @@ class NaiveWindowTree(NaiveRadixTree):
             self._split(leaf, begin - start)
         if len(leaf.tokens) > self.ceil(self.window):
             upper = self._split(leaf, len(leaf.tokens) - self.ceil(self.window))
-            assert isinstance(upper, _WindowNode)
             self.give_window(upper)
         self.give_window(leaf)
 
@@ -256,7 +257,7 @@ class NaiveWindowSglang(NaiveSglang):
 
     def insert(self, request: _Req, end: int) -> None:
         is_over = request.num_out == len(request.ask.output)
-        tokens = request.known[:end]
+        tokens: Sequence[int] = request.known[:end]
         at_branch = request.num_shared < request.branch <= len(tokens)
         if at_branch:
             tokens = tokens[: request.branch]

@@ -166,8 +166,7 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
     sliding_window_size: Annotated[
         int,
         setting(
-            "With the engine sglang: how many tokens before their own layers with sliding windows attend to, whose KV "
-            "has a pool of its own; 0: no such layers.",
+            "With the engine sglang: tokens before its own that a token attends to in layers with sliding windows.",
             metavar="TOKENS",
             default="of the model",
         ),
@@ -175,12 +174,12 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
     swa_full_tokens_ratio: Annotated[
         float,
         setting(
-            "With sliding windows: tokens of the pool of their KV, as a part of those of the other pool.",
+            "Tokens of the pool of these layers, as a part of those of the other one.",
             metavar="RATIO",
         ),
     ] = 0.8
     disable_hybrid_swa_memory: Annotated[
-        bool, setting("With the engine sglang and a model with sliding windows: keep every token in all layers.")
+        bool, setting("With the engine sglang: no such pool; every layer keeps every token.")
     ] = False
     enable_priority_scheduling: Annotated[
         bool,

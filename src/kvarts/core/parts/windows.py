@@ -119,6 +119,13 @@ class BatchesWithWindows(Batches):
             if not is_first:
                 self._windows.slide(request.table, held, held.end, SLIDE_TOKENS)
 
+    def _retract_one(
+        self, request: Request, asker: Request, num_pages: int, now_ns: int, num_left: int, *, is_queued: bool = True
+    ) -> None:
+        """Take a request's memory, as Batches do; where pages suffice, window KV is lacking: no page is asked for."""
+        num_asked = num_pages if num_pages > self._windows.num_free else 0
+        super()._retract_one(request, asker, num_asked, now_ns, num_left, is_queued=is_queued)
+
     def end(self, completing: list[Request], end_ns: int) -> None:
         """Note the results of a step, and of those before it that were not planned one by one."""
         num_more = self._scheduler.wheel.step - self._turn
