@@ -1061,7 +1061,7 @@ def _resolved_groups(
         if "mamba_cache_mode" in given and given["mamba_cache_mode"] != "snapshots":
             raise  # whole pages have no states
         config = _resolved(given, sections, asked, counts_groups=False)
-        return msgspec.structs.replace(config, whole_pages=reason_of(refused))
+        return config if config.window else msgspec.structs.replace(config, whole_pages=reason_of(refused))
 
 
 def check_features(features: Mapping[str, str]) -> None:
