@@ -167,6 +167,8 @@ def draw_windows(load: SglangLoad, draw: random.Random) -> None:
     most = max(len(ask.prompt) + len(ask.output) for ask in load.asks) + 3 * page_size
     load.size = max(load.size, -(-most // page_size) * page_size)
     least = 3 * -(-load.window // page_size) + 2 * -(-128 // page_size) + 6
+    if draw.random() < 0.8:  # else SGLang may never go on, as what a prompt finds leaves too little for a chunk
+        least += min(load.chunk, most) // page_size
     load.size = max(load.size, least * page_size)
     num_pages = int(load.size // page_size * draw.choice([0.1, 0.3, 0.5, 0.8, 1.0]))
     load.window_ratio = min(1.0, (max(num_pages, least) + 0.5) * page_size / load.size)
