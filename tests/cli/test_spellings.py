@@ -238,6 +238,8 @@ def test_what_is_wrong_in_a_line_of_sglang_is_named(
             "--enable-hicache --hicache-write-policy write_back",
             {"hicache_write_policy": "write_back", "hicache_ratio": "2.0"},
         ),
+        ("--swa-full-tokens-ratio 0.5", {"swa_full_tokens_ratio": "0.5"}),
+        ("--disable-hybrid-swa-memory", {"disable_hybrid_swa_memory": "true"}),
         ("--hicache-storage-backend file", {}),
         (
             "--enable-hicache --hicache-size 30 --hicache-storage-prefetch-policy best_effort",
@@ -253,9 +255,9 @@ def test_what_is_wrong_in_a_line_of_sglang_is_named(
         ),
     ],
 )
-def test_host_memory_of_a_line_of_sglang_is_as_its_server_takes_it(line: str, given: dict[str, str]) -> None:
+def test_memory_of_a_line_of_sglang_is_as_its_server_takes_it(line: str, given: dict[str, str]) -> None:
     pairs = settings_of_line(line, "--sglang-args", lambda key: True)
-    assert {name: value for name, value in pairs if name.startswith("hicache")} == given
+    assert {name: value for name, value in pairs if name.startswith(("hicache", "swa", "disable_hybrid"))} == given
 
 
 def test_a_mock_takes_the_lengths_of_a_line_of_sglang() -> None:

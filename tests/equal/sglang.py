@@ -40,6 +40,7 @@ ROWS = {
     "events": "KV events as SGLang's own code publishes them, of tenants with salts",
     "host": "host memory below the tree, written through, written through selectively, or written back",
     "storage": "storage below host memory, with the three policies of prefetches",
+    "windows": "a model some of whose layers have sliding windows, whose KV has a pool of its own",
 }
 """What is compared, and what is special about it."""
 RECORDED = Path(__file__).with_name("sglang_steps.json")
@@ -133,6 +134,8 @@ def draw_load(row: str, seed: int) -> SglangLoad:
         load.write_steps, load.batch_pages = draw.choice([0, 1, 1, 2, 5]), draw.choice([128, 128, 2, 7])
         share = draw.choice([0.0, 0.2, 0.8])
         load.stored = [index for index in range(len(asks)) if draw.random() < share]
+    if row == "windows":
+        draw_windows(load, draw)
     if row == "eviction":
         load.eviction = draw.choice(["lfu", "slru", "tlru", "priority"])
         load.policy = draw.choice(["fcfs", "fcfs", "lpm", "dfs-weight"])
@@ -147,6 +150,28 @@ def draw_load(row: str, seed: int) -> SglangLoad:
         for ask in asks:
             ask.priority = draw.choice([0, 0, 1, 5, -3])
     return load
+
+
+def draw_windows(load: SglangLoad, draw: random.Random) -> None:
+    """Give a load layers with sliding windows, and a small pool for these."""
+    page_size = load.page_size
+    load.window = draw.choice([1, 3, 15, 31, 127, page_size, 2 * page_size - 1])
+    load.ignore_eos = draw.random() < 0.5
+    if not load.ignore_eos:
+        load.conservativeness = draw.choice([1.0, 0.3, 0.1])
+    load.policy = draw.choice(["fcfs", "fcfs", "lpm", "dfs-weight"])
+    load.has_events = draw.random() < 0.5
+    for ask in load.asks:
+        if draw.random() < 0.1:
+            ask.output = [draw.randrange(3) for _ in range(draw.randint(100, 500))]
+    most = max(len(ask.prompt) + len(ask.output) for ask in load.asks) + 3 * page_size
+    load.size = max(load.size, -(-most // page_size) * page_size)
+    least = 3 * -(-load.window // page_size) + 2 * -(-128 // page_size) + 6
+    if draw.random() < 0.8:  # else SGLang may never go on, as what a prompt finds leaves too little for a chunk
+        least += min(load.chunk, most) // page_size
+    load.size = max(load.size, least * page_size)
+    num_pages = int(load.size // page_size * draw.choice([0.1, 0.3, 0.5, 0.8, 1.0]))
+    load.window_ratio = min(1.0, (max(num_pages, least) + 0.5) * page_size / load.size)
 
 
 def first_of(load: SglangLoad, count: int) -> SglangLoad:
@@ -194,18 +219,25 @@ def first_difference(
 ) -> tuple[int, SglangStep | None, SglangStep | None] | None:
     """Return the number of the first step that differs, and what both did in it; None if all are equal.
 
-    A load ends where SGLang aborts the only running request, which kvarts retracts.
+    A load ends where SGLang aborts the only running request, which kvarts retracts, where it never goes on, and where
+    it loses the rest of a prompt.
     """
     for number, (mine, peers) in enumerate(zip_longest(ours(load), theirs(load))):
         if mine != peers:
             if mine and peers and peers.aborted and mine.retracted == [*peers.retracted, *peers.aborted]:
                 counts["loads up to an abort"] += 1
                 return None
+            if mine and peers and peers.fails:
+                counts["loads up to a failure"] += 1
+                return None
             return number, mine, peers
         counts["steps"] += 1
         counts["retractions"] += len(mine.retracted)
         counts["tokens hit"] += sum(mine.admitted.values())
         counts["requests"] += len(mine.ended)
+        if mine.fails:
+            counts["loads up to a failure"] += 1
+            return None
         if mine.loaded:
             counts["tokens loaded"] += sum(mine.loaded.values())
             counts["loads"] += len(mine.loaded)
@@ -253,6 +285,8 @@ def record(theirs: Steps) -> None:
             load = first_of(draw_load(row, seed), 12)
             steps = list(naive_steps(load))
             is_wanted = row not in ("ratio", "lpm", "priority") or any(step.retracted for step in steps)
+            if row == "windows":
+                is_wanted = any(step.retracted for step in steps) or load.has_events
             if row == "host":
                 is_wanted = any(step.loaded for step in steps)
             if row == "storage":

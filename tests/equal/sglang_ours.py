@@ -12,6 +12,7 @@ from kvarts.core.build import Watching, build_engine
 from kvarts.core.content import Content
 from kvarts.core.events import Admitted, ChunkComputed, Event, Finished, Preemption
 from kvarts.core.kv.hicache import HostRadixCache
+from kvarts.core.kv.windows import WindowRadixCache
 from kvarts.core.request import Request, RequestState
 from kvarts.core.tiers.channel import Channel
 from kvarts.core.tiers.hicache import HostCopies
@@ -91,6 +92,8 @@ def config_of(load: SglangLoad) -> ReplayConfig:
         hicache_ratio=load.host_ratio,
         hicache_write_policy=load.write_policy,  # type: ignore[arg-type]
         **_storage_of(load),
+        sliding_window_size=load.window,
+        swa_full_tokens_ratio=load.window_ratio if load.window else 0.8,
         cost="linear:step_ms=1",
     )
 
@@ -203,6 +206,9 @@ def kvarts_steps(load: SglangLoad, *, checks_laws: bool = True, cancels: float =
         num_free, num_cached = scheduler.cache.num_free, scheduler.cache.num_cached
         step.free, step.evictable = (num_free - num_cached) * page_size, num_cached * page_size
         step.waiting = scheduler.num_waiting
+        if isinstance(scheduler.cache, WindowRadixCache):
+            step.window_free = scheduler.cache.windowed.num_window_empty * page_size
+            step.window_evictable = scheduler.cache.windowed.windows.num_cached * page_size
         if isinstance(scheduler.cache, HostRadixCache):
             step.host_free = scheduler.cache.tiered.num_free_below * page_size
         if isinstance(scheduler.host, HostCopies) and scheduler.host.storage is not None:

@@ -93,7 +93,9 @@ from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
 from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker  # noqa: E402
 from sglang.srt.managers.scheduler_components.recv_skipper import SchedulerRecvSkipper  # noqa: E402
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator  # noqa: E402
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator  # noqa: E402
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator  # noqa: E402
+from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool  # noqa: E402
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool  # noqa: E402
@@ -110,7 +112,7 @@ logging.disable(logging.WARNING)
 NOTHING = ("dllm_config", "prefill_delayer", "min_free_slots_delayer", "dynamic_chunk_sizer", "truncation_align_size",
            "decode_offload_manager", "_pending_chunked_abort_req", "hisparse_coordinator", "max_queued_requests",
            "lora_drainer", "scheduler_stage_metrics", "chunked_req", "last_batch")  # fmt: skip
-NO = ("enable_hisparse", "require_mlp_sync", "is_hybrid_swa", "enable_lora", "enable_hierarchical_cache",
+NO = ("enable_hisparse", "require_mlp_sync", "enable_lora", "enable_hierarchical_cache",
       "enable_hicache_storage", "enable_lmcache", "is_mixed_chunk", "enable_unified_cache_external_linker",
       "enable_unified_memory", "abort_on_priority_when_disabled")  # fmt: skip
 ZERO = ("max_prefill_bs", "processed_tokens_counter", "forward_ct", "_prefill_decode_interval_remaining",
@@ -145,11 +147,32 @@ class _Kv:
         return MagicMock(name=name)
 
 
+class _WindowKv(_Kv, BaseSWAKVPool):
+    """The two pools of a model with sliding windows, without memory."""
+
+    def register_mapping(self, full_to_swa_index_mapping):
+        self.full_to_swa_index_mapping = full_to_swa_index_mapping
+
+    def translate_loc_from_full_to_swa(self, kv_indices):
+        return self.full_to_swa_index_mapping[kv_indices]
+
+
+_WindowKv.__abstractmethods__ = frozenset()
+
+
 class _Scheduler(Scheduler):
     def __init__(self, load: SglangLoad) -> None:
         page_size, overlap = load.page_size, load.overlap
         kv = make_pool(load.size, page_size) if load.host_ratio else _Kv(load.size, page_size)
-        if page_size == 1:
+        components = (ComponentType.FULL,)
+        self.is_hybrid_swa = load.window > 0
+        if load.window:
+            components = (ComponentType.FULL, ComponentType.SWA)
+            kv = _WindowKv(load.size, page_size)
+            allocator = SWATokenToKVPoolAllocator(
+                load.size, load.window_size, page_size, torch.float16, "cpu", kv, need_sort=False
+            )
+        elif page_size == 1:
             allocator = TokenToKVPoolAllocator(load.size, torch.float16, "cpu", kv, need_sort=False)
         else:
             allocator = PagedTokenToKVPoolAllocator(load.size, page_size, torch.float16, "cpu", kv, need_sort=False)
@@ -161,7 +184,8 @@ class _Scheduler(Scheduler):
             token_to_kv_pool_allocator=allocator,
             page_size=page_size,
             chunked_prefill_size=load.chunk,
-            tree_components=(ComponentType.FULL,),
+            tree_components=components,
+            sliding_window_size=load.window or None,
             eviction_policy=load.eviction,
             eviction_policy_config=load.eviction_config or None,
             tree_core_backend="rust",
@@ -335,7 +359,7 @@ def _steps(load: SglangLoad) -> Iterator[SglangStep]:
             batch.input_ids = None
             if load.overlap:
                 server.result_queue.append((batch.copy(), None))
-        continuing = None if batch is None else server.chunked_req
+        continuing = server.chunked_req
         if load.overlap:
             if last is not None:
                 _take(server, load, server.result_queue.popleft()[0], step)
@@ -348,8 +372,15 @@ def _steps(load: SglangLoad) -> Iterator[SglangStep]:
         is_idle = batch is None and not (load.overlap and last) and server.running_batch.is_empty()
         if is_idle and not server.waiting_queue and server.chunked_req is None:
             server.new_token_ratio_tracker.reset()
-        step.free = server.token_to_kv_pool_allocator.available_size()
-        step.evictable, step.waiting = server.tree_cache.evictable_size(), len(server.waiting_queue)
+        allocator, tree = server.token_to_kv_pool_allocator, server.tree_cache
+        step.fails = bool(load.window and is_idle and (server.waiting_queue or server.chunked_req))
+        if load.window and batch is not None and is_prefill:
+            parts = [req for req in batch.reqs if req.extend_end < len(req.full_untruncated_fill_ids)]
+            step.fails |= any(req is not server.chunked_req for req in parts)
+        step.free = allocator.full_available_size() if load.window else allocator.available_size()
+        step.evictable, step.waiting = tree.full_evictable_size(), len(server.waiting_queue)
+        if load.window:
+            step.window_free, step.window_evictable = allocator.swa_available_size(), tree.swa_evictable_size()
         if load.host_ratio:
             step.host_free = server.tree_cache.cache_controller.mem_pool_host.available_size()
         if load.prefetch_policy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -72,6 +73,23 @@ def test_nothing_is_left_of_requests_that_are_cancelled_while_storage_is_read_fo
     assert max(step.reserved for step in steps) > 0
     assert steps[-1].reserved == steps[-1].waiting == 0
     assert 0 < sum(len(step.ended) for step in steps) < len(load.asks)
+
+
+def test_a_prompt_that_sglang_never_admits_is_computed_from_its_first_token() -> None:
+    """What it finds is in use then, and leaves too little window KV for the rest."""
+    prompt = list(range(100))
+    load = SglangLoad(
+        page_size=1,
+        size=4_000,
+        chunk=8_192,
+        max_running=4,
+        asks=[Asked(0, prompt, [1]), Asked(3, [*prompt, *range(1_000, 1_390)], [1])],
+        overlap=False,
+        window=15,
+        window_ratio=0.1,
+    )
+    assert any(step.fails for step in islice(naive_steps(load), 5))
+    assert [step.admitted for step in kvarts_steps(load) if step.admitted] == [{0: 0}, {1: 0}]
 
 
 def with_own_answers(load: SglangLoad) -> SglangLoad:

@@ -559,7 +559,7 @@ class NaiveStoredTree(NaiveHostTree):
         self.ask(request, None)
         return True
 
-    def match_of(self, request: _Req) -> _Node:
+    def match_of(self, request: _Req) -> Any:
         """Return the node that ends what a request finds; it was matched just now, and nothing else was since."""
         return self.match(request.known[:-1])
 

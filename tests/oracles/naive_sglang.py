@@ -10,6 +10,7 @@ A step is planned by `plan`, and its result is taken by `take`: at once, or with
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import Any
 
 import msgspec
@@ -47,6 +48,8 @@ class SglangLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     the device, takes so many steps. `prefetch_policy`: how long requests wait for storage below it, "" without any;
     `storage_config` has its thresholds. A query takes `query_steps`, and each batch of `batch_pages` pages that are
     read or written so many. `stored`: the requests whose prompts and answers are in storage at the start.
+    `window`: tokens before a token that layers with sliding windows attend to, 0 without such layers; `window_ratio`:
+    the size of the pool of their KV, as a part of the other one's.
     """
 
     page_size: int
@@ -81,14 +84,23 @@ class SglangLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     write_steps: int = 1
     batch_pages: int = 128
     stored: list[int] = []
+    window: int = 0
+    window_ratio: float = 0.8
+
+    @property
+    def window_size(self) -> int:
+        """The tokens of the pool of layers with sliding windows, as SGLang rounds them."""
+        return int(self.size * self.window_ratio) // self.page_size * self.page_size
 
 
 class SglangStep(msgspec.Struct, omit_defaults=True):
     """What one step did, and the memory after it, in tokens. `admitted`: the tokens that each admitted request hit.
 
     `loaded`: those of them that come from host memory; `fetched`: of these, those that came there from storage for this
-    request. `stored`: the tokens in storage; `reserved`: those that prefetches may take room for. `events`: its KV
-    events as a consumer decodes them.
+    request. `stored`: the tokens in storage; `reserved`: those that prefetches may take room for. `window_free`,
+    `window_evictable`: those of layers with sliding windows. `fails`: nothing runs, and what waits never begins; or the
+    prompts of two requests are computed in part, and the first one is taken for computed.
+    `events`: its KV events as a consumer decodes them.
     """
 
     kind: str | None = None
@@ -105,6 +117,9 @@ class SglangStep(msgspec.Struct, omit_defaults=True):
     host_free: int = 0
     stored: int = 0
     reserved: int = 0
+    window_free: int = 0
+    window_evictable: int = 0
+    fails: bool = False
     events: list[dict[str, Any]] = []
 
 
@@ -143,6 +158,9 @@ class NaiveRadixTree:
     ) -> None:
         self.page_size, self.num_free, self.clock = page_size, size, 0
         self.num_host_free = self.num_stored = self.num_asked = 0
+        self.num_free_of_windows: float = inf
+        self.full_hit = 0
+        """With windows, the length of what the last match would have found without them."""
         self.step = -1
         self.eviction, self.eviction_config = eviction, eviction_config or {}
         self.root = _Node(None, (), 0)
@@ -162,7 +180,7 @@ class NaiveRadixTree:
     def evictable(self) -> int:
         return sum(len(node.tokens) for node in self.nodes() if not node.num_locks)
 
-    def _child(self, node: _Node, tokens: Sequence[int], start: int) -> tuple[_Node | None, int]:
+    def _child(self, node: _Node, tokens: Sequence[int], start: int) -> tuple[Any, int]:
         """Return the child that goes on with `tokens`, and how many tokens of its own whole pages agree."""
         child = node.children.get(tuple(tokens[start : start + self.page_size]))
         if child is None:
@@ -174,7 +192,7 @@ class NaiveRadixTree:
             length += 1
         return child, length // self.page_size * self.page_size
 
-    def _split(self, node: _Node, length: int) -> _Node:
+    def _split(self, node: Any, length: int) -> Any:
         """Split a node; return its upper part. Both are recent, the lower one most."""
         upper = type(node)(node.parent, node.tokens[:length], self.now())
         node.parent.children[node.tokens[: self.page_size]] = upper
@@ -186,7 +204,7 @@ class NaiveRadixTree:
     def whole(self, tokens: Sequence[int]) -> Sequence[int]:
         return tokens[: len(tokens) // self.page_size * self.page_size]
 
-    def match(self, tokens: Sequence[int]) -> _Node:
+    def match(self, tokens: Sequence[int]) -> Any:
         """Return the node that ends the longest prefix. The path is recent from now on, the lowest node most."""
         tokens, node, at = self.whole(tokens), self.root, 0
         while at < len(tokens):
@@ -257,7 +275,17 @@ class NaiveRadixTree:
     def load_back(self, node: _Node) -> bool:
         return False
 
-    def lock(self, node: _Node, change: int) -> None:
+    # What only a tree with windows does; see NaiveWindowTree.
+
+    def note_windows(self, step: SglangStep) -> None:
+        pass
+
+    def take(self, num_tokens: int) -> None:
+        """Take the memory of so many tokens."""
+        self.num_free -= num_tokens
+        assert self.num_free >= 0
+
+    def lock(self, node: _Node, change: int, owner: _Req | None = None) -> None:
         while node.parent is not None:
             node.num_locks += change
             node = node.parent
@@ -299,7 +327,8 @@ class _Req:
     def begin(self, length: int) -> None:
         """Start from a hit of so many tokens: those are the tree's, up to `num_owned` in all have memory."""
         self.num_shared = self.num_owned = self.start = self.end = length
-        self.num_inserted = 0
+        self.num_inserted = self.num_slid = self.num_decodes = self.branch = 0
+        """Tokens that it inserted; those whose window KV it has freed; its decodes; the prefix to be inserted first."""
 
     @property
     def known(self) -> list[int]:
@@ -363,6 +392,9 @@ class NaiveSglang:
         step.free, step.evictable, step.waiting = self.tree.num_free, self.tree.evictable, len(self.waiting)
         step.host_free = self.tree.num_host_free
         step.stored, step.reserved = self.tree.num_stored, self.tree.num_asked
+        self.tree.note_windows(step)
+        is_waiting = bool(self.waiting) or self.chunked is not None
+        step.fails |= self.load.window > 0 and is_idle and not self.running and is_waiting
         return step
 
     def queue(self, requests: list[_Req]) -> None:
@@ -373,7 +405,7 @@ class NaiveSglang:
 
     def plan(self) -> tuple[str, list[_Req], _Req | None] | None:
         self.tree.begin_step(self.waiting)
-        if self.chunked is not None:
+        if self.chunked is not None and self.chunked.end > self.chunked.start:
             self.insert(self.chunked, self.chunked.end)
         if self.last is not None and self.last[0] == "prefill":
             joining = [each for each in self.last[1] if each not in (self.chunked, self.last[2])]
@@ -394,7 +426,7 @@ class NaiveSglang:
     def prefill(self) -> list[_Req]:
         load, tree, page = self.load, self.tree, self.page_size
         preempts = load.priorities and load.preempts
-        if not self.running or preempts:
+        if not self.running or preempts or load.window:
             self.is_full = False
         if (self.is_full or not self.waiting) and self.chunked is None:
             return []
@@ -414,7 +446,7 @@ class NaiveSglang:
             self.num_tries += 1
         ratio = 1.0 if load.ignore_eos else self.ratio
         promised: float = sum(each.promise * ratio for each in self.running)
-        taken = 0
+        taken = self.promised_windows = 0
         left, left_input = load.chunk, load.max_prefill
         batch: list[_Req] = []
 
@@ -425,6 +457,7 @@ class NaiveSglang:
             nonlocal promised, taken, left, left_input
             request.end = request.start + num_tokens
             batch.append(request)
+            self.promise_windows(self.ceil(num_tokens), num_new, left)
             promised += self.ceil(num_tokens) + page + num_new
             taken += self.ceil(num_tokens) + page
             left -= self.ceil(num_tokens)
@@ -432,12 +465,12 @@ class NaiveSglang:
 
         if self.chunked is not None:
             request = self.chunked
-            most = min(left, int(room()))
-            most = most if most > 0 else left
+            most = self.most_of_chunk(left, room())
             rest = len(request.known) - request.start
             if rest <= most:
                 self.chunked = None
-            charge(request, min(rest, most), min(len(request.ask.output), MOST_PROMISED) if rest <= most else 0)
+            if most > 0:
+                charge(request, min(rest, most), min(len(request.ask.output), MOST_PROMISED) if rest <= most else 0)
 
         def promise_of(request: _Req) -> float:
             return request.promise * ratio
@@ -471,7 +504,7 @@ class NaiveSglang:
         preempted: list[_Req] = []
         num_held = len(batch)
         for request in self.waiting:
-            has_room = room() > 0 and tree.num_free + tree.evictable > taken
+            has_room = room() > 0 and tree.num_free + tree.evictable > taken and self.room_of_windows() > 0
             if has_room and (left_input <= 0 or left <= 0):
                 break
             num_rows = load.max_running - self.num_rows()
@@ -483,44 +516,48 @@ class NaiveSglang:
             if tree.waits(request):
                 continue
             best = tree.match(request.known[:-1])
+            num_of_branch = tree.full_hit
             if tree.has_lost(request):
                 continue
             node = tree.on_device(best)
             length = length_of(node)
             num_below = length_of(best) - length
             request.seen, request.found = len(request.known), length
-            tree.lock(node, 1)
+            tree.lock(node, 1, request)
             rest = len(request.known) - length
-            if rest + request.promise + page >= room():
-                tree.lock(node, -1)
+            limit = self.most_of_prompt(self.ceil(rest), request.promise, left)
+            if rest + request.promise + page >= room() or limit is None:
+                tree.lock(node, -1, request)
                 self.is_full = bool(batch or self.running)
                 break
             if left < page:
-                tree.lock(node, -1)
+                tree.lock(node, -1, request)
                 break
             if num_below:
                 if tree.load_back(best):
-                    tree.lock(best, 1)
-                    tree.lock(node, -1)
+                    tree.lock(best, 1, request)
+                    tree.lock(node, -1, request)
                     node, length, rest = best, length + num_below, rest - num_below
                     self.step.loaded[request.index] = num_below
                     first, last = request.fetched
                     if (num_fetched := min(length, last) - max(length - num_below, first)) > 0:
                         self.step.fetched[request.index] = num_fetched
                 elif rest + request.promise + page >= room():
-                    tree.lock(node, -1)
+                    tree.lock(node, -1, request)
                     self.is_full = bool(batch or self.running)
                     break
             num_tokens, num_new = rest, min(len(request.ask.output), MOST_PROMISED)
-            if self.ceil(rest) > left:
-                num_tokens, num_new = left // page * page, 0
+            if self.ceil(rest) > limit:
+                num_tokens, num_new = limit // page * page, 0
+                self.step.fails = chunked is not None or self.chunked is not None
                 chunked = request
             request.begin(length)
+            request.branch = num_of_branch
             request.node = node
             tree.leave_queue(request)
             self.step.admitted[request.index] = length
             charge(request, num_tokens, num_new)
-            if not (room() > 0 and tree.num_free + tree.evictable > taken):
+            if not (room() > 0 and tree.num_free + tree.evictable > taken and self.room_of_windows() > 0):
                 self.is_full = True
                 break
             if left_input <= 0 or left <= 0:
@@ -562,6 +599,26 @@ class NaiveSglang:
 
         self.waiting = list(walk(self.tree.root))
 
+    # What only a scheduler of a model with windows does; see NaiveWindowSglang.
+
+    def room_of_windows(self) -> float:
+        return inf
+
+    def promise_windows(self, num_tokens: int, num_new: int, left: int) -> None:
+        """Promise the memory of the windows of an admitted prompt, of which a step computes `left` at most."""
+
+    def most_of_prompt(self, rest: int, num_new: int, left: int) -> int | None:
+        """Return how much of a prompt that lacks `rest` tokens this step may compute; None: it does not begin."""
+        return left
+
+    def most_of_chunk(self, left: int, room: float) -> int:
+        """Return how much of a prompt that goes on this step may compute."""
+        most = min(left, int(room))
+        return most if most > 0 else left
+
+    def slide_windows(self) -> None:
+        pass
+
     def num_rows(self) -> int:
         """Return how many requests hold memory: also those whose last result was not taken yet."""
         holders = {each.index for each in self.running}
@@ -577,11 +634,10 @@ class NaiveSglang:
         self.tree.start_loads()
         self.tree.make_room(num_tokens + (len(batch) * self.page_size if self.page_size > 1 else 0))
         for each in batch:
-            self.tree.num_free -= self.ceil(each.end) - self.ceil(each.start)
+            self.tree.take(self.ceil(each.end) - self.ceil(each.start))
             each.num_owned = each.end
             each.is_retracted = False
             self.step.tokens[each.index] = each.end - each.start
-        assert self.tree.num_free >= 0
 
     def decode(self) -> tuple[str, list[_Req], _Req | None] | None:
         ending: list[_Req] = []
@@ -606,18 +662,18 @@ class NaiveSglang:
         if not self.running:
             return None
         page = self.page_size
+        self.slide_windows()
         self.tree.make_room(len(self.running) * page)
         for each in self.running:
-            self.tree.num_free -= 0 if each.num_owned % page else page
+            self.tree.take(0 if each.num_owned % page else page)
             each.num_owned += 1
             self.step.tokens[each.index] = 1
-        assert self.tree.num_free >= 0
         return "decode", list(self.running), None
 
     def has_memory(self, requests: list[_Req]) -> bool:
         num_tokens = sum(each.num_owned % self.page_size == 0 for each in requests) * self.page_size
         self.tree.make_room(num_tokens)
-        return self.tree.num_free >= num_tokens
+        return self.tree.num_free >= num_tokens and self.tree.num_free_of_windows >= num_tokens
 
     def retract(self) -> None:
         """Retract until the rest fits: those with the fewest tokens generated, of the longest prompts, first."""
@@ -678,20 +734,25 @@ class NaiveSglang:
         prompt = self.tree.whole(request.ask.prompt)
         if 0 < len(prompt) < len(tokens):
             self.tree.insert(prompt, len(prompt), len(prompt), priority + 1)
-        self.tree.lock(request.node, -1)
-        self.tree.lock(node, 1)
+        self.tree.lock(request.node, -1, request)
+        self.tree.lock(node, 1, request)
         request.node, request.num_shared, request.start = node, len(tokens), request.end
 
     def release(self, request: _Req) -> None:
         """Free what a request has, and let what the tree has of it be evicted."""
         self.tree.num_free += self.ceil(request.num_owned) - request.num_shared
-        self.tree.lock(request.node, -1)
+        self.tree.lock(request.node, -1, request)
         request.node = None
 
 
 def naive_steps(load: SglangLoad) -> Iterator[SglangStep]:
     """Yield what the restatement does in each step, until all requests have ended."""
-    server, requests = NaiveSglang(load), [_Req(index, ask) for index, ask in enumerate(load.asks)]
+    make = NaiveSglang
+    if load.window:
+        from oracles.naive_windows import NaiveWindowSglang
+
+        make = NaiveWindowSglang
+    server, requests = make(load), [_Req(index, ask) for index, ask in enumerate(load.asks)]
     step = num_arrived = count = 0
     while not all(each.is_over for each in requests):
         arrived: list[_Req] = []

@@ -14,6 +14,8 @@ from kvarts.cli.outputs import render_table
 from kvarts.core.content import pack_units
 from kvarts.core.kv.groups import PartGroup
 from kvarts.core.sched.plan import Batch
+from kvarts.cost.hardware.fit import local_kv_groups
+from kvarts.cost.hardware.model_config import load_geometry
 from kvarts.cost.roofline import RooflineCost
 from kvarts.cost.roofline_settings import shipped_constants
 from kvarts.plan.confidence import COST_ERROR, WIDER, cost_error_of
@@ -44,6 +46,7 @@ STORAGE = {
     "hicache_storage_backend": "file",
     "hicache_storage_backend_extra_config": '{"prefetch_threshold": 16}',
 }
+WINDOWS = {"sliding_window_size": 127}
 
 # Planning ahead -------------------------------------------------------------------------------------------
 
@@ -490,6 +493,13 @@ def test_a_router_that_chooses_by_cached_pages_is_refused_without_a_prefix_cache
     ({**STORAGE, "hicache_storage_backend_extra_config": '{"max_size": "10G"}'}, "max_size, and a limit of size"),
     ({**STORAGE, "hicache_storage_backend_extra_config": "@storage.json"}, "must be a JSON object"),
     ({**STORAGE, "hicache_storage_prefetch_retry_max_attempts": -1}, "max_attempts"),
+    ({"engine": "vllm", "sliding_window_size": 127}, "no effect without"),
+    ({"swa_full_tokens_ratio": 0.5}, "no effect without sliding windows"),
+    ({**WINDOWS, "swa_full_tokens_ratio": 1.5}, "swa_full_tokens_ratio"),
+    ({**WINDOWS, "swa_full_tokens_ratio": 0.01}, "327 pages of KV for windows of 127 tokens, .* may need 643"),
+    ({**WINDOWS, "radix_eviction_policy": "lfu"}, "not modelled for a model with sliding windows"),
+    ({**WINDOWS, "enable_priority_scheduling": True}, "not modelled for a model with sliding windows"),
+    ({**WINDOWS, "hicache_ratio": 2.0}, "below which host memory is not modelled"),
 ])  # fmt: skip
 def test_what_sglangs_engine_does_not_do_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -514,6 +524,9 @@ LEAPS: list[dict[str, Any]] = [
     {"scheduler_recv_interval": 30, "disable_overlap_schedule": True, "frontend_ms": 3},
     {"schedule_policy": "dfs-weight", "radix_eviction_policy": "slru"},
     {"enable_priority_scheduling": True, "schedule_conservativeness": 0.3, "max_seqs": 8, "concurrency": 20},
+    WINDOWS,
+    {"sliding_window_size": 15, "swa_full_tokens_ratio": 0.5, "schedule_conservativeness": 0.1},
+    {"sliding_window_size": 300, "disable_overlap_schedule": True},
     {"hicache_ratio": 0.5},
     {"hicache_ratio": 2.0, "hicache_write_policy": "write_back", "disable_overlap_schedule": True},
     {**STORAGE, "hicache_storage_prefetch_policy": "wait_complete", "disable_overlap_schedule": True},
@@ -537,6 +550,42 @@ def test_leaps_of_sglang_are_its_steps(changes: dict[str, Any], page_size: int, 
         ours, theirs = (dict(getattr(each, columns)) for each in (fast, slow))
         assert [str(list(values)) for values in ours.values()] == [str(list(values)) for values in theirs.values()]
     assert fast.summary["num_steps"] > 100
+
+
+SIZES = [
+    ("gpt-oss-20b", 127, 12, 12),
+    ("gemma-4-31b", 1023, 10, 50),
+    ("llama-4-scout", 8192, 12, 36),
+    ("gemma-3-27b", 0, 62, 0),
+    ("llama-3.1-8b", 0, 32, 0),
+]
+"""Models, what SGLang calls the size of their windows, and their layers with full attention and with windows."""
+
+
+@pytest.mark.parametrize(("model", "window", "num_full", "num_windowed"), SIZES)
+def test_windows_have_the_pool_that_sglang_gives_them(
+    model: str, window: int, num_full: int, num_windowed: int
+) -> None:
+    """Memory is divided so that the second pool has 0.8 times the tokens of the first (`_cell_size`)."""
+    asked = {"model": model, "device": "h200", "tensor_parallel": 8, "engine": "sglang", "kv_memory": "40GiB"}
+    config = make_config(asked)
+    rules = config.batches
+    assert rules is not None and rules.window == config.window == window
+    assert num_full + num_windowed == load_geometry(model).num_attending_layers
+    groups = {group.layer.span: group.page_bytes for group in local_kv_groups(
+        load_geometry(model), page_size=1, tensor_parallel=8)}  # fmt: skip
+    full, windowed = groups.pop(None), sum(groups.values())
+    if not window:
+        assert config.num_pages == (40 << 30) // (full + windowed)
+        return
+    assert config.num_pages == int((40 << 30) // (full + 0.8 * windowed))
+    assert rules.window_pages == int(config.num_pages * 0.8)
+    half = make_config({**asked, "swa_full_tokens_ratio": 0.5})
+    assert half.num_pages == int((40 << 30) // (full + 0.5 * windowed)) > config.num_pages
+    assert half.batches is not None and half.batches.window_pages == half.num_pages // 2
+    whole = make_config({**asked, "disable_hybrid_swa_memory": True})
+    assert whole.num_pages == (40 << 30) // (full + windowed)
+    assert whole.batches is not None and not whole.batches.window
 
 
 def above_host(changes: dict[str, Any]) -> ReplayConfig:

@@ -41,6 +41,7 @@ KEYS = {
     "radix-eviction-policy-config": "radix_eviction_policy_config",
     "priority-scheduling-preemption-threshold": "priority_scheduling_preemption_threshold",
     "retraction-policy": "retraction_policy",
+    "swa-full-tokens-ratio": "swa_full_tokens_ratio",
     "hicache-ratio": "hicache_ratio",
     "hicache-size": "hicache_size",
     "hicache-write-policy": "hicache_write_policy",
@@ -159,6 +160,7 @@ SERVER: Final = Server(
     flags={
         name: (name.replace("-", "_"), "true")
         for name in (
+            "disable-hybrid-swa-memory",
             "disable-overlap-schedule",
             "disable-priority-preemption",
             "enable-priority-scheduling",

@@ -299,6 +299,12 @@ class _Assembly:
                 spec = storage.host.spec
                 tree = HostRadixTree(spec.num_pages, storage.host.policy, spec.name, self.emit)
                 return HostRadixCache(CountPool(self.config.num_pages), tree)
+            rules = self.planning.batches
+            if rules.window:
+                from kvarts.core.kv.windows import WindowRadixCache, WindowRadixTree
+
+                windowed = WindowRadixTree(rules.window, self.config.page_size, rules.window_pages, self.emit)
+                return WindowRadixCache(CountPool(self.config.num_pages), windowed, rules.window)
             order = make_radix_order(self.planning.batches, self.config.page_size)
             return RadixCache(CountPool(self.config.num_pages), RadixTree(self.emit, order))
         # An order that decides run by run may evict others where requests have made other runs of the same pages.

@@ -6,7 +6,7 @@ command line. TOML files and the command line use the short field names in `rena
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Final, Literal, get_args
 
 import msgspec
 
@@ -14,6 +14,7 @@ from kvarts.base.limits import MOST_COUNT, MOST_MS, MOST_PAGE_TOKENS, MOST_PAGES
 from kvarts.base.settings import SettingError, setting
 
 __all__ = [
+    "SLIDE_TOKENS",
     "BatchEngineConfig",
     "BatchRules",
     "EngineConfig",
@@ -159,6 +160,10 @@ class BatchEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_
         return True
 
 
+SLIDE_TOKENS: Final = 128
+"""The tokens that leave the window of a decode before its KV is released: SGLang's SGLANG_SWA_EVICTION_INTERVAL."""
+
+
 class BatchRules(msgspec.Struct, frozen=True, kw_only=True):
     """How an engine plans steps of prompts or of decodes, as SGLang: see kvarts.core.parts.batches.
 
@@ -170,7 +175,8 @@ class BatchRules(msgspec.Struct, frozen=True, kw_only=True):
 
     `has_priorities`: requests of larger priorities come first, or of lower ones with `low_first`. `preempts`: they
     preempt running requests whose priority differs by more than `threshold`. `retracts_by_priority`: if decodes lack
-    memory, the least important ones are retracted first.
+    memory, the least important ones are retracted first. `window`: the tokens that layers with sliding windows attend
+    to, 0 without such layers; `window_pages`: the pages of the pool of their KV.
     """
 
     overlaps: bool = True
@@ -185,6 +191,8 @@ class BatchRules(msgspec.Struct, frozen=True, kw_only=True):
     preempts: bool = False
     threshold: int = 10
     retracts_by_priority: bool = False
+    window: int = 0
+    window_pages: int = 0
 
     @property
     def sign(self) -> int:

@@ -694,7 +694,7 @@ class ReplayConfig(
     @property
     def batches(self) -> BatchRules | None:
         """The rules of such an engine; None for any other."""
-        return self.batch_rules() if self.plans_batches else None
+        return self.batch_rules(self.pool_tokens) if self.plans_batches else None
 
     def _check_batches(self) -> None:
         """Refuse settings of SGLang for another engine, and what that engine does not do."""
@@ -719,6 +719,7 @@ class ReplayConfig(
                 "max_num_batched_tokens",
             )
         self._check_host()
+        self.check_windows(self.pool_tokens, has_host=self.below is not None and bool(self.below.listed))
 
     def _check_host(self) -> None:
         """Refuse what host memory below SGLang's tree does not do."""
@@ -1060,7 +1061,7 @@ def _resolved_groups(
         if "mamba_cache_mode" in given and given["mamba_cache_mode"] != "snapshots":
             raise  # whole pages have no states
         config = _resolved(given, sections, asked, counts_groups=False)
-        return msgspec.structs.replace(config, whole_pages=reason_of(refused))
+        return config if config.window else msgspec.structs.replace(config, whole_pages=reason_of(refused))
 
 
 def check_features(features: Mapping[str, str]) -> None:

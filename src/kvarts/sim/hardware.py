@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -401,8 +402,13 @@ def resolve_hardware(given: Given, *, counts_groups: bool = False) -> dict[str, 
                 from kvarts.core.kv.groups import with_states
 
                 groups = facts["groups"] = with_states(groups, given["mamba_cache_mode"])
+        windowed = _windowed(placed, on, model.kv_dtype, merged)
+        if windowed is not None:
+            facts |= {"sliding_window_size": windowed.window, "kv_bytes_per_token": round(windowed.token_bytes)}
+            placement = msgspec.structs.replace(facts["placement"], kv_bytes_per_token=facts["kv_bytes_per_token"])
+            facts["placement"] = placement
         if "pages" not in given:
-            facts["num_pages"] = _num_pages(placed, engine, on, model.kv_dtype, groups)
+            facts["num_pages"] = _num_pages(placed, engine, on, model.kv_dtype, groups, windowed)
     except ConfigError as error:
         raise merged.named(error, settings) from error
     return facts
@@ -552,10 +558,55 @@ def counted_groups(
     return tuple(sorted(groups, key=lambda group: group.is_bounded or group.is_state))
 
 
+class Windowed(NamedTuple):
+    """Sliding windows of `window` tokens, in a pool of their own; `token_bytes`: of a token with its part of that."""
+
+    window: int
+    token_bytes: float
+
+
+def _windowed(placed: Placed, on: DeviceSettings, kv_dtype: str | None, given: Given) -> Windowed | None:
+    """Return the windows of a model that SGLang keeps in a pool of their own, and its `_cell_size`; None for others."""
+    geometry = placed.geometry
+    if geometry is None or not plans_batches(str(given.get("engine"))) or given.get("disable_hybrid_swa_memory"):
+        return None
+    from kvarts.cost.hardware.fit import local_kv_groups
+    from kvarts.sim.sglang import WINDOW_FAMILIES, SglangSettings
+
+    shorter = WINDOW_FAMILIES.get(geometry.family)
+    spans = [layer.span for layer in geometry.layers if layer.kind in ("window", "chunk") and layer.span]
+    if shorter is None or not spans:
+        return None
+    ratio = given.get("swa_full_tokens_ratio", SglangSettings(num_pages=1).swa_full_tokens_ratio)
+    local = local_kv_groups(
+        geometry,
+        page_size=1,
+        tensor_parallel=on.tensor_parallel,
+        pipeline_parallel=on.pipeline_parallel,
+        kv_dtype=kv_dtype,
+    )
+    shares = [group.page_bytes * (ratio if group.layer.span else 1) for group in local]
+    return Windowed(given.get("sliding_window_size", max(spans) - shorter), sum(shares))
+
+
 def _num_pages(
-    placed: Placed, engine: EngineConfig, on: DeviceSettings, kv_dtype: str | None, groups: tuple[PartGroup, ...]
+    placed: Placed,
+    engine: EngineConfig,
+    on: DeviceSettings,
+    kv_dtype: str | None,
+    groups: tuple[PartGroup, ...],
+    windowed: Windowed | None,
 ) -> int:
     kv_bytes = kv_bytes_of(on)
+    if windowed is not None:
+        if kv_bytes is None:
+            fit = placed.fit(engine, on, kv_dtype)
+            assert fit is not None
+            kv_bytes = fit.kv_bytes
+        num_pages = int(kv_bytes // windowed.token_bytes) // engine.page_size
+        if not num_pages:
+            raise _no_page(on, math.ceil(windowed.token_bytes * engine.page_size))
+        return num_pages
     if groups:
         page_bytes = sum(group.part_bytes for group in groups if not group.is_state)
         if kv_bytes is None:

@@ -9,7 +9,15 @@ import msgspec
 from kvarts.base.decoders import UNDECODED
 from kvarts.base.limits import MOST_COUNT, brief, check_number, check_whole
 from kvarts.base.settings import SettingError, setting
-from kvarts.core.config import BatchRules, EngineConfig, PrefetchPolicy, QueueOrder, RadixEviction, WritePolicy
+from kvarts.core.config import (
+    SLIDE_TOKENS,
+    BatchRules,
+    EngineConfig,
+    PrefetchPolicy,
+    QueueOrder,
+    RadixEviction,
+    WritePolicy,
+)
 
 __all__ = ["SGLANG_NAMES", "SglangSettings"]
 
@@ -17,6 +25,9 @@ MOST_CONSERVATIVENESS: Final = 1e6
 MOST_RATIO: Final = 1e6
 MOST_GB: Final = 1e6
 MOST_PRIORITY: Final = 1 << 63
+WINDOW_FAMILIES: Final = {"gemma4_text": 1, "gpt_oss": 1, "llama4_text": 0, "mimo_v2_flash": 0, "step3p5": 0}
+"""The models, by `model_type`, whose windows have a pool in SGLang 0.5.23; and by how much its windows are shorter than
+those of the config, which count the token itself (model_config.py: is_hybrid_swa_model; models/*.py)."""
 NUMBERS_OF_EVICTION: Final[dict[RadixEviction, tuple[str, ...]]] = {
     "slru": ("protected_threshold",),
     "tlru": ("threshold", "next_prompt_estimate"),
@@ -152,6 +163,24 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
     hicache_storage_prefetch_retry_max_attempts: Annotated[
         int, setting("With storage: how often a request asks it again.", metavar="N")
     ] = 8
+    sliding_window_size: Annotated[
+        int,
+        setting(
+            "With the engine sglang: tokens before its own that a token attends to in layers with sliding windows.",
+            metavar="TOKENS",
+            default="of the model",
+        ),
+    ] = 0
+    swa_full_tokens_ratio: Annotated[
+        float,
+        setting(
+            "Tokens of the pool of these layers, as a part of those of the other one.",
+            metavar="RATIO",
+        ),
+    ] = 0.8
+    disable_hybrid_swa_memory: Annotated[
+        bool, setting("With the engine sglang: no such pool; every layer keeps every token.")
+    ] = False
     enable_priority_scheduling: Annotated[
         bool,
         setting(
@@ -177,9 +206,11 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "length"
 
-    def batch_rules(self) -> BatchRules:
-        """Return the rules of the scheduler."""
+    def batch_rules(self, num_tokens: int) -> BatchRules:
+        """Return the rules of the scheduler, with a pool of `num_tokens` tokens."""
         return BatchRules(
+            window=self.window,
+            window_pages=self._window_pages(num_tokens),
             overlaps=not self.disable_overlap_schedule,
             max_prefill_tokens=self.max_prefill_tokens or BatchRules().max_prefill_tokens,
             ignores_eos=self.schedule_conservativeness is None,
@@ -193,6 +224,47 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
             threshold=self.priority_scheduling_preemption_threshold,
             retracts_by_priority=self.retraction_policy == "priority",
         )
+
+    @property
+    def window(self) -> int:
+        """The tokens before their own that layers with sliding windows attend to, if these have a pool; else 0."""
+        return 0 if self.disable_hybrid_swa_memory else self.sliding_window_size
+
+    def _window_pages(self, num_tokens: int) -> int:
+        """Return the pages of the pool of window KV, next to one of `num_tokens` tokens (pool_configurator.py)."""
+        return int(num_tokens * self.swa_full_tokens_ratio) // self.page_size
+
+    def check_windows(self, num_tokens: int, *, has_host: bool) -> None:
+        """Raise SettingError for a pool of window KV that is too small, and for what does not go with one."""
+        if not self.window:
+            if "swa_full_tokens_ratio" in self.given_of_sglang():
+                raise SettingError(
+                    "has no effect without sliding windows", "swa_full_tokens_ratio", hint="Leave it out."
+                )
+            return
+        others = {
+            "radix_eviction_policy": ("lru", "Leave it out."),
+            "enable_priority_scheduling": (False, "Leave it out."),
+        }
+        for name, (default, hint) in others.items():
+            if getattr(self, name) != default:
+                raise SettingError("is not modelled for a model with sliding windows", name, hint=hint)
+        if has_host:
+            raise SettingError(
+                "has a pool of its own, below which host memory is not modelled",
+                "sliding_window_size",
+                hint="Give {disable_hybrid_swa_memory}, with which every token is kept in all layers.",
+            )
+        window_pages = -(-self.window // self.page_size)
+        num_slid = -(-SLIDE_TOKENS // self.page_size)
+        least = 3 * window_pages + 2 * num_slid + 6
+        if self._window_pages(num_tokens) < least:
+            raise SettingError(
+                f"leaves {self._window_pages(num_tokens)} pages of KV for windows of {self.window} tokens, and one "
+                f"request may need {least}",
+                "swa_full_tokens_ratio",
+                hint="Give a larger ratio, or more memory.",
+            )
 
     def given_of_sglang(self) -> list[str]:
         """Return the names of SGLang's settings that do not have their default."""
@@ -210,6 +282,8 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
         )
         if self.schedule_conservativeness is not None:
             check_number(self.schedule_conservativeness, "schedule_conservativeness", most=MOST_CONSERVATIVENESS)
+        check_whole(self.sliding_window_size, "sliding_window_size", least=0)
+        check_number(self.swa_full_tokens_ratio, "swa_full_tokens_ratio", above=True, most=1.0)
         check_number(self.hicache_ratio, "hicache_ratio", most=MOST_RATIO)
         check_number(self.hicache_size, "hicache_size", most=MOST_GB)
         check_whole(

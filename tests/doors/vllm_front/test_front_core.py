@@ -17,10 +17,9 @@ import zmq
 from kvarts.base.errors import ConfigError, InputError, MissingFileError
 from kvarts.doors.vllm_front.core import Behind
 from kvarts.doors.vllm_front.link import Addresses, Link
-from kvarts.doors.vllm_front.media import with_media
 from kvarts.doors.vllm_front.model import FrontModel
 from kvarts.doors.vllm_front.opening import FrontSettings
-from kvarts.doors.vllm_front.protocol import MediaFeature, known_versions, protocol_of
+from kvarts.doors.vllm_front.protocol import MediaFeature, known_versions, protocol_of, with_media
 
 from builders.fake_front_end import ENGINE, FakeFrontEnd, front_end
 from builders.tiny_model import tiny_model

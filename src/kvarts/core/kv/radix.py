@@ -441,6 +441,11 @@ class RadixCache(PageCache):
         self._inserted: set[BlockTable] = set()
         """Those that were inserted, if the order has notes of that."""
 
+    @property
+    def num_empty(self) -> int:
+        """Pages that can be taken without eviction."""
+        return self.num_free - self.radix.num_cached
+
     def num_on_device(self, match: Match) -> int:
         """Return how many pages of `match` are on the device."""
         return match.num_pages

@@ -179,9 +179,13 @@ class Batches:
         self._taken = self._computed = 0
         self._budget, self._rest_of_input = scheduler.config.max_num_batched_tokens, self._rules.max_prefill_tokens
         if chunked is not None:
-            most = min(self._budget, int(self._room()))
             num_free = self._cache.num_free * self._page_size + -chunked.num_computed % self._page_size
-            scheduler.prefill.most_tokens = min(most if most > 0 else self._budget, num_free)
+            scheduler.prefill.most_tokens = min(self._most_of_chunk(), num_free)
+
+    def _most_of_chunk(self) -> int:
+        """Return how many tokens of a prompt that goes on the step may compute."""
+        most = min(self._budget, int(self._room()))
+        return most if most > 0 else self._budget
 
     def _was_idle(self, step: Step) -> bool:
         """Return whether no request was here before this step."""
@@ -322,9 +326,13 @@ class Batches:
             self._retract(step)
             if not self._running:
                 return False
+        self._let_go()
         cache.make_room(len(self._running))
         cache.take_pages(wheel.pages_due())
         return True
+
+    def _let_go(self) -> None:
+        """Release what the next tokens of decodes do not need: with whole pages, nothing."""
 
     def _decay(self, num_steps: int) -> None:
         """Let the ratio fall, step by step: a product would not have the same last digits."""
@@ -518,7 +526,7 @@ class Batches:
         if num_steps <= 0:
             return num_steps
         wheel, cache = self._scheduler.wheel, self._cache
-        num_empty = cache.num_free - cache.num_cached - wheel.num_decoding
+        num_empty = cache.num_empty - wheel.num_decoding
         if num_steps * wheel.num_decoding <= num_empty:
             return num_steps
         if self._page_size == 1:

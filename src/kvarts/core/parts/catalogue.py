@@ -247,6 +247,10 @@ def _open_batches(opening: Opening) -> Acts | None:
 
         kind = BatchesOverHost if opening.host.storage is None else BatchesOverStorage
         return kind(opening.scheduler, opening.batches, opening.host).acts()
+    if opening.batches.window:
+        from kvarts.core.parts.windows import BatchesWithWindows
+
+        return BatchesWithWindows(opening.scheduler, opening.batches).acts()
     if opening.batches.preempts:
         from kvarts.core.parts.priorities import BatchesByPriority
 

@@ -144,7 +144,7 @@ REFUSED = (
     Refusal(("uncached", "sessions"), "sessions go on from their pages"),
     Refusal(("uncached", "plan"), "a plan is about what is found", "Replay the options you have in mind."),
     Refusal(("uncached", "several"), "it is not modelled", "Leave it out."),
-    Refusal(("kv_groups", "batches"), "its tree is of tokens in all layers", WHOLE),
+    Refusal(("kv_groups", "batches"), "it divides memory as SGLang does", WHOLE),
     Refusal(
         ("batches", "tiers", "plan"), "a plan searches host memory of vLLM", "Replay the options you have in mind."
     ),

@@ -131,7 +131,8 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     the weights, as stated by the index of a checkpoint. `kv_dtype`: format of KV that the checkpoint names. `caches`:
     further KV of layers, next to `layers`. `draft`: the KV of a layer that drafts. `fp8_block`: rows and columns of a
     scale. `notes`: differences from the text of the config. `counts_weights`: False if the number of weights is not
-    known. `max_model_len`: the longest sequence that the config states; `most_model_len`: that engines allow.
+    known. `family`: the config's `model_type`. `max_model_len`: the longest sequence that the config states;
+    `most_model_len`: that engines allow.
     """
 
     name: str
@@ -169,6 +170,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     fp8_block: tuple[int, int] | None = None
     notes: tuple[str, ...] = ()
     counts_weights: bool = True
+    family: str = ""
     max_model_len: int | None = None
     most_model_len: int | None = None
 

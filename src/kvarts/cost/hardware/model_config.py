@@ -344,6 +344,7 @@ def _geometry(
         caches=read_caches(config, num_layers, head_dim, path),
         draft=read_draft(config, layers, head_dim, path),
         fp8_block=fp8_block_of(config.quantization_config),
+        family=config.model_type,
         max_model_len=max_length_of(config),
         most_model_len=max(max_length_of(config) or 0, config.max_position_embeddings or 0) or None,
         **{**facts, **family_facts},

@@ -30,7 +30,6 @@ from kvarts.doors.openai.embeddings import embedding
 from kvarts.doors.openai.failures import FailureScript, fail_transfers
 from kvarts.doors.openai.recordings import ArrivalRecorder
 from kvarts.doors.vllm_front.link import Link
-from kvarts.doors.vllm_front.media import with_media
 from kvarts.doors.vllm_front.model import FrontModel
 from kvarts.doors.vllm_front.protocol import (
     ABORT,
@@ -42,6 +41,7 @@ from kvarts.doors.vllm_front.protocol import (
     Protocol,
     array_of,
     tensor_of,
+    with_media,
 )
 from kvarts.run.engine_loop import ModelHost
 from kvarts.run.llm_engine import CoreEngine, Gone, LLMEngine, RequestFailedError

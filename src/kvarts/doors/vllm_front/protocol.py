@@ -7,10 +7,12 @@ fields that have their defaults.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ __all__ = [
     "known_versions",
     "protocol_of",
     "tensor_of",
+    "with_media",
 ]
 
 ADD, ABORT, UTILITY = b"\x00", b"\x01", b"\x03"
@@ -60,6 +63,19 @@ class MediaFeature(msgspec.Struct):
 
     identifier: str
     mm_position: dict[str, Any]
+
+
+def with_media(tokens: Sequence[int], features: Sequence[MediaFeature]) -> Sequence[int]:
+    """Return `tokens` with those in the place of each medium replaced by ids that depend on its content."""
+    if not features:
+        return tokens
+    ids = array("Q", tokens)
+    for feature in features:
+        first = int.from_bytes(sha256(feature.identifier.encode()).digest()[:7], "big") + (1 << 56)
+        offset = int(feature.mm_position["offset"])
+        for place in range(offset, min(len(ids), offset + int(feature.mm_position["length"]))):
+            ids[place] = first + place - offset
+    return ids
 
 
 class AdapterRequest(msgspec.Struct, array_like=True):

@@ -256,6 +256,11 @@ def _memory(config: Mapping[str, Any]) -> str:
             text += f", {name} {as_memory(of_tier if isinstance(of_tier, int) else parse_bytes(of_tier))}"
         elif num_pages:
             text += f", {name} {num_pages:,} pages"
+    window = 0 if config.get("disable_hybrid_swa_memory") else config.get("sliding_window_size")
+    if window:
+        num_tokens = pages * config.get("page_size", 16)
+        num_pages = int(num_tokens * config.get("swa_full_tokens_ratio", 0.8)) // config.get("page_size", 16)
+        text += f", {num_pages:,} for windows of {window:,} tokens"
     storage = config.get("hicache_storage_backend")
     return f"{text}, and storage without a limit ({storage})" if storage else text
 
