@@ -114,10 +114,10 @@ def test_a_radix_cache_hits_and_evicts_as_the_naive_tree(eviction: str, ops: lis
                 tree.lock(each.node[0], -1)  # type: ignore[arg-type]
         check(cache, tree, held, page_size)
         for before, limit in found:
-            again, fresh = cache.radix.match_again(before, limit), cache.match(before.content, limit)
-            if again is not None:
-                assert again.nodes == fresh.nodes
-                assert (again.num_pages, again.num_shared) == (fresh.num_pages, fresh.num_shared)
+            fresh = cache.match(before.content, limit)
+            if cache.radix.is_longest(before, limit):
+                assert before.nodes == fresh.nodes
+                assert (before.num_pages, before.num_shared) == (fresh.num_pages, fresh.num_shared)
     listed = list(cache.radix.touches)
     cache.evict(cache.num_cached)
     assert not list(cache.radix.touches) and len(listed) == len(set(map(id, listed)))
@@ -138,17 +138,16 @@ def test_what_a_request_found_is_found_again_unless_it_was_evicted_or_split_or_g
     put([1, 2, 3, 4])
     content = Content.from_tokens([1, 2, 3, 4, 5, 6], page_size=1, owner=1)
     before = tree.match(content, 6)
-    again = tree.match_again(before, 6)
-    assert again is not None and (again.num_pages, again.num_shared) == (4, 0)
-    assert tree.match_again(before, 3) is None
+    assert tree.is_longest(before, 6) and (before.num_pages, before.num_shared) == (4, 0)
+    assert not tree.is_longest(before, 3)
     put([1, 2, 3, 4, 5])
-    assert tree.match_again(before, 6) is None and tree.match_again(before, 4) is not None
+    assert not tree.is_longest(before, 6) and tree.is_longest(before, 4)
     put([1, 2, 7])
-    assert tree.match_again(before, 4) is None, "it was split"
+    assert not tree.is_longest(before, 4), "it was split"
     before = tree.match(content, 6)
-    assert tree.match_again(before, 6) is not None
+    assert tree.is_longest(before, 6)
     cache.evict(cache.num_cached)
-    assert tree.match_again(before, 6) is None
+    assert not tree.is_longest(before, 6)
 
 
 def test_a_call_that_cannot_be_done_changes_nothing() -> None:

@@ -139,7 +139,7 @@ class RadixOrder:
         del self._listed[node]
         self._leaves.pop(node.place, None)
         parent = node.parent
-        if parent is not None and parent in self._listed and self.num_followers(parent) == 1:
+        if parent is not None and not parent.refs and self.num_followers(parent) == 1:
             self._add_leaf(parent)
 
     def put_back(self, nodes: Sequence[Node]) -> None:
@@ -317,18 +317,18 @@ class RadixTree(PrefixTree):
         for node in match.nodes:
             self.touches.touch(node)
 
-    def match_again(self, match: Match, limit: int) -> Match | None:
-        """Return what match would return of the first `limit` pages, if it has the runs of `match`, which was visited.
+    def is_longest(self, match: Match, limit: int) -> bool:
+        """Return whether `match`, which was visited, still is the longest resident prefix of at most `limit` pages.
 
-        Else return None.
+        If so, bring its `num_shared` up to date.
         """
-        nodes, content = match.nodes, match.content
+        nodes = match.nodes
         if not nodes or match.num_pages > limit:
-            return None
+            return False
         end = num_shared = 0
         for node in nodes:
             if node.start != end:
-                return None  # it was split
+                return False  # it was split
             end = node.end
             if node.refs:
                 num_shared += end - node.start
@@ -336,10 +336,11 @@ class RadixTree(PrefixTree):
         parent, followers = last.parent, last.children
         assert parent is not None and parent.children is not None
         if parent.children.get(last.key) is not last:
-            return None  # it was evicted
-        if followers and end < limit and content.key(end) in followers:
-            return None
-        return Match(content, nodes, end, num_shared)
+            return False  # it was evicted
+        if followers and end < limit and match.content.key(end) in followers:
+            return False
+        match.num_shared = num_shared
+        return True
 
     def part(self, node: Node, page: int) -> Node:
         """Split a run before `page`; return the first part. Both are recent, the second one most."""

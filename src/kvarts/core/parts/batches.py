@@ -65,6 +65,7 @@ class Batches:
     __slots__ = (
         "_answered",
         "_budget",
+        "_budget_of_step",
         "_cache",
         "_chunked",
         "_completed",
@@ -76,9 +77,11 @@ class Batches:
         "_first_stalls",
         "_had_chunked",
         "_has_decoded",
+        "_ignores_eos",
         "_is_shut",
         "_is_trying",
         "_least_ratio",
+        "_most_running",
         "_most_stalls",
         "_order",
         "_overlaps",
@@ -104,6 +107,10 @@ class Batches:
         self._page_size = scheduler.wheel.page_size
         self._rules = rules
         self._overlaps = rules.overlaps
+        # Attributes of structs take longer to read than these.
+        self._ignores_eos = rules.ignores_eos
+        self._budget_of_step = scheduler.config.max_num_batched_tokens
+        self._most_running = scheduler.config.max_num_seqs
         self._first_ratio = min(FIRST_RATIO * rules.conservativeness, 1.0)
         self._least_ratio = min(self._first_ratio * LEAST_SHARE, 1.0)
         self.ratio = self._first_ratio
@@ -180,14 +187,15 @@ class Batches:
         if self._had_chunked or not self._running:
             self._is_shut = False
         self._had_chunked = False
-        self._running.update(dict.fromkeys(self._completed))
+        for request in self._completed:
+            self._running[request] = None
         self._is_trying = chunked is not None or self._may_admit()
         if not self._is_trying:
             return
         self._order.arrange()
         self._promised = self._promises()
         self._taken = self._computed = 0
-        self._budget, self._rest_of_input = scheduler.config.max_num_batched_tokens, self._rules.max_prefill_tokens
+        self._budget, self._rest_of_input = self._budget_of_step, self._rules.max_prefill_tokens
         if chunked is not None:
             most = min(self._budget, int(self._room()))
             num_free = self._cache.num_free * self._page_size + -chunked.num_computed % self._page_size
@@ -206,7 +214,7 @@ class Batches:
         scheduler = self._scheduler
         if self._is_shut or not scheduler.waiting.num_waiting:
             return False
-        self._is_shut = scheduler.running.num_running >= scheduler.config.max_num_seqs
+        self._is_shut = scheduler.running.num_running >= self._most_running
         return not self._is_shut
 
     def _promises(self) -> float:
@@ -214,7 +222,7 @@ class Batches:
         wheel, num_running = self._scheduler.wheel, len(self._running)
         has_results = int(self._overlaps and self._has_decoded)
         offset = 1 - wheel.step + has_results
-        if self._rules.ignores_eos and wheel.last_stop + offset < MOST_PROMISED:
+        if self._ignores_eos and wheel.last_stop + offset < MOST_PROMISED:
             num_decoding, num_joined = wheel.num_decoding, len(self._completed) if self._overlaps else 0
             num_left = wheel.stop_sum + num_decoding * offset + (num_running - num_decoding) * has_results
             return float(num_left + num_joined)
@@ -225,7 +233,7 @@ class Batches:
             left[first:] = [count + 1 for count in left[first:]]
         if left and max(left) > MOST_PROMISED:
             left = [min(count, MOST_PROMISED) for count in left]
-        if self._rules.ignores_eos:
+        if self._ignores_eos:
             return float(sum(left))
         ratio = self.ratio
         return sum([count * ratio for count in left])
@@ -544,7 +552,7 @@ class Batches:
         if self._ended or not self._has_decoded:
             return True
         scheduler = self._scheduler
-        may_admit = scheduler.running.num_running < scheduler.config.max_num_seqs
+        may_admit = scheduler.running.num_running < self._most_running
         return may_admit and not self._is_shut and scheduler.waiting.num_waiting > 0
 
     def num_certain(self, num_steps: int) -> int:

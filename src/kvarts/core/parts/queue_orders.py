@@ -60,11 +60,9 @@ class FirstCome:
 
     def find(self, request: Request, limit: int) -> Match:
         """Return what `request` finds of its first `limit` pages, and make it recent."""
-        tree, before = self._cache.radix, self.found.get(request)
-        match = None if before is None else tree.match_again(before, limit)
-        if match is None:
-            match = tree.match(request.content, limit)
-        self.found[request] = match
+        tree, match = self._cache.radix, self.found.get(request)
+        if match is None or not tree.is_longest(match, limit):
+            match = self.found[request] = tree.match(request.content, limit)
         tree.visit(match)
         return match
 
