@@ -4,10 +4,10 @@ A second bookkeeping of the same events, page by page. It knows which pages can 
 memory, how often each is referenced, and what each request has. From the events it derives what every step must have in
 use, what each request must find, and which pages must become findable when results are taken.
 
-Which requests have looked at the queue, and so what is most recent, no event says: evictions are taken from the events,
-and must be of pages that nobody references and nothing follows. Copies to host memory and loads keep pages in use
-without an event; they are read from the engine's list whenever all that it has done was told, and only then the counts
-of an engine with host memory are compared.
+The events do not contain which requests have looked at the queue, and so which pages are the most recent: evictions are
+taken from the events, and must be of pages that nobody references and nothing follows. Copies to host memory and loads
+keep pages in use before their events: they are read from the engine's list after each batch of events, and only then
+are the counts of an engine with host memory compared.
 """
 
 from __future__ import annotations
