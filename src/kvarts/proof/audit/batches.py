@@ -5,9 +5,9 @@ memory, how often each is referenced, and what each request has. From the events
 use, what each request must find, and which pages must become findable when results are taken.
 
 The events do not contain which requests have looked at the queue, and so which pages are the most recent: evictions are
-taken from the events, and must be of pages that nobody references and nothing follows. Copies to host memory and loads
-keep pages in use before their events: they are read from the engine's list after each batch of events, and only then
-are the counts of an engine with host memory compared.
+taken from the events, and must be of pages that no request references and nothing follows. Copies to host memory, and
+loads, keep pages in use before their events: they are read from the engine's list after each batch of events, and only
+then are the counts of an engine with host memory compared.
 """
 
 from __future__ import annotations
