@@ -304,7 +304,7 @@ def compare_trace(load: SglangLoad, theirs: Steps) -> int:
     from equal.sglang_ours import kvarts_steps
 
     counts: Counter[str] = Counter()
-    found = first_difference(load, partial(kvarts_steps, checks_laws=False), theirs, counts)
+    found = first_difference(load, partial(kvarts_steps, audit=None), theirs, counts)
     print("equal" if found is None else f"step {found[0]}:\n  ours   {found[1]}\n  SGLang {found[2]}")
     print(", ".join(f"{number:,} {name}" for name, number in counts.items()))
     return int(found is not None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvarts.core.build import Watching, build_engine
+from kvarts.core.build import Audit, Watching, build_engine
 from kvarts.core.content import Content
 from kvarts.core.events import Admitted, ChunkComputed, Event, Finished, Preemption
 from kvarts.core.kv.hicache import HostRadixCache
@@ -136,7 +136,7 @@ class _Clock(Channel):
         return (self.now + self.num_steps) * STEP_NS
 
 
-def kvarts_steps(load: SglangLoad, *, checks_laws: bool = True, cancels: float = 0.0) -> Iterator[SglangStep]:
+def kvarts_steps(load: SglangLoad, *, audit: Audit = "laws", cancels: float = 0.0) -> Iterator[SglangStep]:
     """Yield what kvarts does in each step, until every request has ended. All laws are checked after each.
 
     `cancels`: the share of steps after which a request is cancelled; then the steps go on until nothing is under way.
@@ -146,7 +146,7 @@ def kvarts_steps(load: SglangLoad, *, checks_laws: bool = True, cancels: float =
     recorder = _Recorder(page_size)
     published = _Published()
     readers = [SglangReader(published)] if load.has_events else []
-    watching = Watching([recorder, *readers], audit="laws" if checks_laws else None)
+    watching = Watching([recorder, *readers], audit=audit)
     engine = build_engine(config, SimExecutor(config.cost_model), storage_of(config), planning_of(config), watching)
     scheduler = engine.scheduler
     assert published.events == [{"type": "AllBlocksCleared"}] * len(readers)

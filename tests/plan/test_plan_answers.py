@@ -23,7 +23,17 @@ from kvarts.plan.cache import CachePlan
 from kvarts.plan.confidence import cost_error_of
 from kvarts.plan.fleets import plan_fleets
 from kvarts.plan.latency import LatencyPlan
-from kvarts.plan.purchases import FEW, Prices, host_sizes, load_prices, policies_of, with_memory
+from kvarts.plan.purchases import (
+    FEW,
+    OF_HICACHE,
+    Prices,
+    given_host_bytes,
+    given_policy,
+    host_sizes,
+    load_prices,
+    policies_of,
+    with_memory,
+)
 from kvarts.plan.replays import share_kept
 from kvarts.plan.routers import RoutersPlan
 from kvarts.plan.serve_lines import serve_lines
@@ -218,13 +228,70 @@ def test_a_short_name_of_a_device_is_the_device(tmp_path: Path) -> None:
         ("vllm", ["eager", "lazy"]),
         ("tensorrt-llm", ["exclusive"]),
         ("trtllm", ["exclusive"]),
+        ("sglang", ["write_through", "write_through_selective", "write_back"]),
     ],
 )
 def test_a_plan_tries_the_store_policies_of_the_engine(engine: str, policies: list[str]) -> None:
     config = ReplayConfig.of_options(model="llama-3.1-8b", device="h100-80gb", engine=engine)
     assert policies_of(config) == policies
-    found = with_memory(config, 3 << 30, policies[-1]).offload
-    assert found is not None and found.policy == policies[-1]
+    found = with_memory(config, 3 << 30, policies[-1])
+    assert given_host_bytes(found) in range(3 << 29, (3 << 30) + 1)
+    assert given_policy(found) == policies[-1]
+    if engine == "sglang":
+        assert found.host is not None and found.host.policy == policies[-1]
+
+
+def test_a_plan_of_sglang_buys_host_memory_whose_line_starts_its_server() -> None:
+    """Six conversations return in turn, and the device holds two of them."""
+    rows = [
+        TraceRequest(
+            row,
+            arrival_ns=row * 10**9,
+            units=(range(row % 6 * 1000, row % 6 * 1000 + 400),),
+            num_prompt_tokens=400,
+            num_output_tokens=4,
+        )
+        for row in range(48)
+    ]
+    config = ReplayConfig(
+        engine="sglang",
+        num_pages=1400,
+        page_size=1,
+        max_num_batched_tokens=400,
+        slo=Slo(ttft_ms=100),
+        cost=LinearCost(step_ms=1.0, chunk_token_ms=1.0),
+    )
+    trace = Trace(rows, unit_tokens=1)
+    curves = CachePlan(trace, 1)
+    plan = LatencyPlan(
+        curves, config, command=repr, slo_share=0.8, prices=Prices(host_gib=1e-6), reused_pages=curves.curve.most_pages
+    )
+    found = plan.to_builtins()
+    (best, *_) = found["options"]
+    assert best["host_bytes"] and best["policy"] in OF_HICACHE and best["keeps_slo"]
+    tried = {point["policy"] for point in found["points"]}
+    assert tried >= set(OF_HICACHE)
+
+
+def test_a_line_of_sglang_has_its_settings_and_its_host_memory() -> None:
+    of_sglang: dict[str, Any] = {
+        "engine": "sglang",
+        "schedule_policy": "lpm",
+        "disable_overlap_schedule": True,
+        "hicache_write_policy": "write_back",
+    }
+    config = ReplayConfig.for_device("llama-3.1-8b", "h100-80gb", page_size=16, hicache_size=20.5, **of_sglang)
+    for option in ({"host_bytes": 0, "policy": None}, {"host_bytes": 21 * 10**9, "policy": "write_back"}):
+        line = serve_lines(config, option)["sglang"]
+        words = shlex.split(line)
+        assert "--enable-hierarchical-cache" in words and words.count("--hicache-size") == 1
+        found = dict(settings_of_line(shlex.join(words[2:]), "--sglang-args", lambda key: True, say=lambda _: None))
+        assert {name: found[name] for name in ("schedule_policy", "hicache_size", "hicache_write_policy")} == {
+            "schedule_policy": "lpm",
+            "hicache_size": "21",
+            "hicache_write_policy": "write_back",
+        }
+        assert "disable_overlap_schedule" in found
 
 
 class Stop:

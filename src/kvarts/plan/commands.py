@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvarts.base.settings import INLINE, SET, Given, Section, Setting, is_inline, settings_of
+from kvarts.plan.purchases import given_policy
 from kvarts.sim.report.advice import as_size
 
 if TYPE_CHECKING:
@@ -104,12 +105,13 @@ def listed_tiers(config: ReplayConfig) -> list[str]:
 
 def of_host_memory(config: ReplayConfig, host_bytes: int, policy: str) -> dict[str, Any]:
     """Return the changes, by setting key, that add host memory per device: as the first tier of a list, if any."""
-    changes = {"offload.host_memory": as_size(host_bytes), "offload.policy": policy}
+    of_policy = "hicache_write_policy" if config.plans_batches else "offload.policy"
+    changes = {"offload.host_memory": as_size(host_bytes), of_policy: policy}
     if not (listed := listed_tiers(config)):
         return changes
     assert config.offload is not None
     size = {f"tier.{listed[0]}.size": changes.pop("offload.host_memory")}
-    return size if policy == config.offload.policy else {**size, **changes}
+    return size if policy == given_policy(config) else {**size, **changes}
 
 
 def _is_from_command_line(given: Given, key: str) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from kvarts.base.processes import Processes
+from kvarts.base.settings import SettingError
 from kvarts.base.units import as_hits, as_percent
 from kvarts.core.parts.combines import check_combination
 from kvarts.plan.cache import HitPlan
@@ -280,6 +281,12 @@ class LatencyPlan:
         processes: Processes | None = None,
     ) -> None:
         check_combination({**config.features, "plan": "command"})
+        if config.hicache_ratio:
+            raise SettingError(
+                "does not go with a plan: it is as large as the device's memory, of which a plan tries several sizes",
+                "hicache_ratio",
+                hint="Give {hicache_size}, or leave it out: a plan tries sizes of host memory.",
+            )
         self._plan = plan
         self._config = config
         self._slo_share = slo_share

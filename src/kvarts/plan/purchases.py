@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
 from kvarts.base.errors import ConfigError, InputError, problem_of
 from kvarts.base.files import read_toml
+from kvarts.core.config import WritePolicy
 from kvarts.cost.hardware.device import preset_name
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay_one
@@ -32,6 +34,7 @@ __all__ = [
     "first_from",
     "first_that",
     "given_host_bytes",
+    "given_policy",
     "host_memory_of",
     "host_sizes",
     "load_prices",
@@ -48,8 +51,9 @@ SMALLEST = 1 / 64
 """The smallest host memory that is tried, as a share of the largest."""
 MARGIN = 1.25
 """The largest, as a multiple of the working set: host memory also receives pages that no request uses again."""
-POLICIES = {"sglang": (), "tensorrt-llm": ("exclusive",), "trtllm": ("exclusive",)}
-"""Store policies of engines, by the setting `engine`; OF_VLLM for the others, and for the rules of vLLM.
+OF_HICACHE: tuple[WritePolicy, ...] = ("write_through", "write_through_selective", "write_back")
+POLICIES = {"sglang": OF_HICACHE, "tensorrt-llm": ("exclusive",), "trtllm": ("exclusive",)}
+"""Store policies of engines by the setting `engine`, the default first; OF_VLLM for others, and for the rules of vLLM.
 
 TensorRT-LLM stores a block before its eviction, and swaps it with one of the device when it is used again.
 """
@@ -184,14 +188,21 @@ def given_host_bytes(config: ReplayConfig) -> int:
     return config.tiers.get("host", 0) * page_bytes
 
 
+def given_policy(config: ReplayConfig) -> str:
+    """Return the store policy of a configuration; empty if it has neither a tier nor the engine `sglang`."""
+    if config.plans_batches:
+        return config.hicache_write_policy
+    return "" if config.offload is None else config.offload.policy
+
+
 def policies_of(config: ReplayConfig) -> list[str]:
     """Return the store policies that the engine of `config` has and that a replay of it can have.
 
     A given policy other than the default, such as `exclusive`, is the only one.
     """
-    given = None if config.offload is None else config.offload.policy
+    given = given_policy(config)
     found = []
-    for policy in POLICIES.get(config.engine, OF_VLLM) if given in (None, "eager") else [given]:
+    for policy in POLICIES.get(config.engine, OF_VLLM) if given in ("", "eager", OF_HICACHE[0]) else [given]:
         try:
             with_memory(config, GIB, policy)
         except ConfigError:
@@ -204,6 +215,8 @@ def with_memory(config: ReplayConfig, host_bytes: int, policy: str) -> ReplayCon
     """Return the configuration with host memory, in bytes per device. Raise ConfigError if it cannot have it."""
     offload = _trials(config).with_memory(host_bytes).offload
     assert offload is not None
+    if config.plans_batches:
+        return msgspec.structs.replace(config, offload=offload, hicache_write_policy=cast("WritePolicy", policy))
     return msgspec.structs.replace(config, offload=msgspec.structs.replace(offload, policy=policy))
 
 

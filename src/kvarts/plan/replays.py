@@ -12,7 +12,7 @@ from kvarts.base.processes import Inquiry, Processes
 from kvarts.base.units import as_memory
 from kvarts.plan.cache import HitPlan, least_pages_of
 from kvarts.plan.commands import of_host_memory
-from kvarts.plan.purchases import devices_of, given_host_bytes, host_memory_of, with_memory
+from kvarts.plan.purchases import devices_of, given_host_bytes, given_policy, host_memory_of, with_memory
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replaying import replay
 from kvarts.sim.traffic.editing import lengthened, with_share_of_agents
@@ -237,9 +237,7 @@ class Replays:
             size = pages if not self._config.page_bytes else as_memory(step.pages * self._config.page_bytes)
             text += f" with {size} of KV memory"
         if self.given_host_bytes:
-            return text + host_memory_of(
-                num_devices * self.given_host_bytes, "" if self._config.offload is None else self._config.offload.policy
-            )
+            return text + host_memory_of(num_devices * self.given_host_bytes, given_policy(self._config))
         return text + host_memory_of(num_devices * step.host_bytes, step.policy)
 
     @property

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvarts.plan.purchases import devices_of, given_host_bytes
+from kvarts.plan.purchases import OF_HICACHE, devices_of, given_host_bytes, given_policy
 from kvarts.sim.report.advice import as_size
 
 if TYPE_CHECKING:
@@ -50,8 +50,9 @@ def serve_lines(config: Any, option: Mapping[str, Any]) -> dict[str, str]:
     """Return the command lines of one replica of `option`, by engine, and of a fleet of pools by engine and role.
 
     There are none without a model on a device, and none of a server that is not the engine of `config`, if that is
-    given. vLLM has no exclusive host memory, and SGLang's is written through: an option with another policy has no
-    line. Nor has one with weights in a format that needs another checkpoint, or with KV in one that a server lacks.
+    given. vLLM has no exclusive host memory, and SGLang's has policies of its own, of which write_through is as eager:
+    an option with another policy has no line. Nor has one with weights in a format that needs another checkpoint, or
+    with KV in one that a server lacks.
     """
     if not hasattr(config, "pools"):
         return _lines_of(config, option)
@@ -67,8 +68,8 @@ def _lines_of(config: ReplayConfig, option: Mapping[str, Any], role: str = "") -
     if config.placement is None or weight_dtype not in (None, *CAST):
         return {}
     num_bytes, policy = option["host_bytes"], option["policy"]
-    if not num_bytes and config.offload is not None:
-        num_bytes, policy = given_host_bytes(config), config.offload.policy
+    if not num_bytes:
+        num_bytes, policy = given_host_bytes(config), given_policy(config)
     of_weights = {} if weight_dtype is None else {CAST[weight_dtype]: weight_dtype}
     servers = SERVERS_OF.get(config.engine.partition("==")[0], SERVERS)
     lines = {}
@@ -78,11 +79,12 @@ def _lines_of(config: ReplayConfig, option: Mapping[str, Any], role: str = "") -
         of_connectors = {"kv-transfer-config": json.dumps(_connected(connectors))} if connectors else {}
         lines["vllm"] = _line(["vllm", "serve", _hub_id(config)], _vllm(config) | of_weights | of_connectors)
     kv_dtype = getattr(config.cost, "kv_dtype", None)
-    if "sglang" in servers and (not num_bytes or policy == "eager") and kv_dtype in (None, *SGLANG_KV):
+    write_policy = "write_through" if policy == "eager" else policy
+    if "sglang" in servers and (not num_bytes or write_policy in OF_HICACHE) and kv_dtype in (None, *SGLANG_KV):
         of_host = {
             "enable-hierarchical-cache": None,
             "hicache-size": -(-num_bytes // GB),
-            "hicache-write-policy": "write_through",
+            "hicache-write-policy": write_policy,
         }
         options = _sglang(config) | of_weights | (of_host if num_bytes else {})
         options |= {"disaggregation-mode": role} if role else {}
@@ -146,6 +148,10 @@ def _sglang(config: ReplayConfig) -> dict[str, Any]:
         options["kv-cache-dtype"] = SGLANG_KV[dtype]
     if config.scheduling_policy == "priority":
         options["enable-priority-scheduling"] = None
+    for name in config.given_of_sglang():
+        if name not in config.given_host_sizes:
+            value = getattr(config, name)
+            options[name.replace("_", "-")] = None if value is True else value
     if config.no_prefix_caching:
         options["disable-radix-cache"] = None
     if num_drafts := int(getattr(config.cost, "speculative_tokens", 0)):

@@ -36,6 +36,7 @@ from kvarts.plan.purchases import (
     between,
     devices_of,
     given_host_bytes,
+    given_policy,
     host_memory_of,
     host_sizes,
     policies_of,
@@ -344,8 +345,8 @@ class UsersPlan:
     def _named(self, load: _Load) -> str:
         """Return what serves a load, in words: `1 GPU and 96 GiB of host memory (lazy stores)`."""
         text = f"{self._num_devices:,} {self._noun}{'s' * (self._num_devices != 1)}"
-        if (given := given_host_bytes(self._config)) and self._config.offload is not None:
-            return text + host_memory_of(self._num_devices * given, self._config.offload.policy)
+        if given := given_host_bytes(self._config):
+            return text + host_memory_of(self._num_devices * given, given_policy(self._config))
         return text + host_memory_of(self._num_devices * load.host_bytes, load.policy)
 
     @property

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvarts.core.config import BatchRules
 from kvarts.core.content import Content
-from kvarts.core.kv.cache import BlockTable
+from kvarts.core.kv.cache import BlockTable, Match
 from kvarts.core.kv.pool import CountPool, PageError
 from kvarts.core.kv.radix import RADIX_ORDERS, RadixCache, RadixTree, make_radix_order
 
@@ -72,12 +72,14 @@ def test_a_radix_cache_hits_and_evicts_as_the_naive_tree(eviction: str, ops: lis
     cache = RadixCache(CountPool(NUM_PAGES), RadixTree(order=make_radix_order(rules, page_size)))
     tree = NaiveRadixTree(NUM_PAGES * page_size, page_size, eviction, numbers)
     held: list[Held] = []
+    found: list[tuple[Match, int]] = []
     for number, (kind, tokens, argument) in enumerate(ops):
         if kind in ("begin", "touch"):
             content = Content.from_tokens(tokens, page_size=page_size, owner=number)
             content.num_prompt_tokens = argument % (len(tokens) + 1)
             match = cache.match(content, len(tokens) // page_size)
             cache.radix.visit(match)
+            found.append((Match(content, list(match.nodes), match.num_pages, 0), argument))
             node = tree.match(tokens)
             assert match.num_pages * page_size == length_of(node)
             num_pages = -(-len(tokens) // page_size)
@@ -111,9 +113,41 @@ def test_a_radix_cache_hits_and_evicts_as_the_naive_tree(eviction: str, ops: lis
                 tree.num_free += -(-len(each.tokens) // page_size) * page_size - each.num_shared[0]
                 tree.lock(each.node[0], -1)  # type: ignore[arg-type]
         check(cache, tree, held, page_size)
+        for before, limit in found:
+            fresh = cache.match(before.content, limit)
+            if cache.radix.is_longest(before, limit):
+                assert before.nodes == fresh.nodes
+                assert (before.num_pages, before.num_shared) == (fresh.num_pages, fresh.num_shared)
     listed = list(cache.radix.touches)
     cache.evict(cache.num_cached)
     assert not list(cache.radix.touches) and len(listed) == len(set(map(id, listed)))
+
+
+def test_what_a_request_found_is_found_again_unless_it_was_evicted_or_split_or_goes_on() -> None:
+    cache = RadixCache(CountPool(20), RadixTree())
+    tree = cache.radix
+
+    def put(tokens: list[int]) -> None:
+        content = Content.from_tokens(tokens, page_size=1, owner=0)
+        table = cache.open(cache.match(content, len(tokens)))
+        cache.extend(table, len(tokens), is_end=True)
+        cache.take_asked(len(tokens) - table.num_pages, 1)
+        cache.insert(table, len(tokens))
+        cache.close(table, table.num_named, table.num_pages)
+
+    put([1, 2, 3, 4])
+    content = Content.from_tokens([1, 2, 3, 4, 5, 6], page_size=1, owner=1)
+    before = tree.match(content, 6)
+    assert tree.is_longest(before, 6) and (before.num_pages, before.num_shared) == (4, 0)
+    assert not tree.is_longest(before, 3)
+    put([1, 2, 3, 4, 5])
+    assert not tree.is_longest(before, 6) and tree.is_longest(before, 4)
+    put([1, 2, 7])
+    assert not tree.is_longest(before, 4), "it was split"
+    before = tree.match(content, 6)
+    assert tree.is_longest(before, 6)
+    cache.evict(cache.num_cached)
+    assert not tree.is_longest(before, 6)
 
 
 def test_a_call_that_cannot_be_done_changes_nothing() -> None:

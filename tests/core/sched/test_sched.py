@@ -64,6 +64,8 @@ def test_the_wheel_knows_pages_and_ends(page_size: int, joins: list[tuple[int, i
         assert (len(by_slot), list(by_slot), by_slot.total) == (num_steps, due, sum(due))
         assert wheel.pages_due() == due[0]
         assert wheel.known_tokens == sum(computed + 1 for _, computed, _ in left.values())
+        stops = [wheel.step + num_left - 1 for _, _, num_left in left.values()]
+        assert wheel.stop_sum == sum(stops) and wheel.last_stop >= max(stops)
         needing = [index for index, (_, computed, _) in left.items() if computed % page_size == 0]
         assert [made.index for made in wheel.needing_page()] == needing
         finished = wheel.turn(num_steps)

@@ -11,8 +11,6 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvarts import OffloadConfig
-from kvarts.base.errors import ConfigError
 from kvarts.core.events import Admitted, Cancelled, Event
 from kvarts.doors.openai.running import RunningServer
 
@@ -87,10 +85,35 @@ def test_a_mock_of_sglang_finds_whole_prompts_and_answers_and_counts_them_by_sgl
         assert (buckets[:2], buckets[-2:]) == (["0.1", "0.2"], ["400.0", "+Inf"])
 
 
-@pytest.mark.parametrize("host", [{"hicache_ratio": 2.0}, {"offload": OffloadConfig(host_pages=100)}])
-def test_a_mock_of_sglang_has_no_host_memory_and_says_so(host: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="host memory and a mock: it is modelled in replays"):
-        RunningServer(**SETTINGS, **host)
+@pytest.mark.parametrize("backend", ["none", "file"])
+def test_a_mock_of_sglang_with_host_memory_loads_what_it_evicted_and_counts_it(backend: str) -> None:
+    host: dict[str, Any] = {"hicache_ratio": 2.0, "hicache_storage_backend": backend, "pages": 120}
+    with RunningServer(**{**SETTINGS, **host}) as server:
+        prompt = " ".join(["one"] * 60)
+        complete(server, prompt, seed=1)
+        for word in ("two", "three"):  # they evict it from the device
+            complete(server, " ".join([word] * 60), seed=2)
+        again = complete(server, prompt)
+        server.settle()
+        found = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert found > 10
+        reply = call(server.url, "/metrics").payload.decode()
+        values = {
+            (sample.name, sample.labels.get("cache_source") or sample.labels.get("pool")): sample.value
+            for family in text_string_to_metric_families(reply)
+            for sample in family.samples
+        }
+        loaded = values["sglang:cached_tokens_total", "host"]
+        assert values["sglang:cached_tokens_total", "device"] + loaded == found and loaded >= 10
+        assert values["sglang:load_back_tokens_total", "kv"] == loaded
+        assert values["sglang:hicache_host_total_tokens", None] == 241
+        assert 0 < values["sglang:hicache_host_used_tokens", None] <= 241
+        assert values["sglang:hicache_backup_tokens_total", "kv"] > 180
+        assert (("sglang:backuped_tokens_total", None) in values) == (backend != "none")
+        assert call(server.url, "/get_server_info").json["hicache_ratio"] == 2.0
+        assert call(server.url, "/flush_cache?timeout=5", method="POST").status == 200
+        found = complete(server, prompt)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert found == 0 or backend != "none"  # what is being written to storage stays
 
 
 def test_its_routes_are_those_of_sglang() -> None:

@@ -276,6 +276,10 @@ class HostRadixTree(RadixTree):
         self.num_free_below -= num_pages
         return True
 
+    def evict_below(self) -> None:
+        """Evict all that can be evicted from host memory."""
+        self._evict_below(self.total_below)
+
     def _evict_below(self, count: int) -> int:
         """Evict runs of host memory until `count` pages are evicted; return how many are."""
         num_free = self.num_free_below
@@ -478,6 +482,12 @@ class HostRadixCache(RadixCache):
         self.loading: list[HostCopy] = []
         self.copying: dict[HostCopy, bool] = {}
         """Copies and loads that were begun, and whether each is a load."""
+
+    def evict(self, count: int) -> None:
+        """Evict cached pages, as RadixCache; after all of them, also what host memory can evict."""
+        super().evict(count)
+        if not self.tiered.num_cached:
+            self.tiered.evict_below()
 
     def num_on_device(self, match: Match) -> int:
         """Return how many pages of `match` are on the device: those before its runs of host memory alone."""

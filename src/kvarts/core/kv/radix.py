@@ -36,6 +36,16 @@ RANK_SHIFT: Final = 48
 TOUCH: Final = (1 << RANK_SHIFT) - 1
 
 
+def first_to_last(path: Path) -> Path:
+    """Return the runs that `path` holds; others may have split some of its own."""
+    end = 0
+    for node in path:
+        if node.start > end:
+            return list(walk(path))[::-1]
+        end = node.end
+    return path
+
+
 class RadixOrder:
     """Lists runs that nothing references, by when they were touched; names those that no run follows.
 
@@ -71,24 +81,18 @@ class RadixOrder:
 
     def touch(self, node: Node) -> None:
         """Make `node` the most recent of all."""
-        is_leaf = self._leaves.pop(node.place, None) is not None if node.place is not None else False
-        self._clock += 1
-        node.place = self._clock
-        if is_leaf:
+        place = node.place
+        node.place = self._clock = self._clock + 1
+        if not node.refs and place in self._leaves:
+            self._leaves.pop(place)
             self._add_leaf(node)
 
     def touch_held(self, path: Path) -> None:
         """Make the runs that `path` holds, which are not listed, the most recent of all, the last one most."""
-        clock, floor = self._clock, 0
-        for node in path:
-            if node.start > floor:  # others have split it
-                for head in reversed(list(walk([node], floor))):
-                    clock += 1
-                    head.place = clock
-            else:
-                clock += 1
-                node.place = clock
-            floor = node.end
+        clock = self._clock
+        for node in first_to_last(path):
+            clock += 1
+            node.place = clock
         self._clock = clock
 
     def _add_leaf(self, node: Node) -> None:
@@ -135,7 +139,7 @@ class RadixOrder:
         del self._listed[node]
         self._leaves.pop(node.place, None)
         parent = node.parent
-        if parent is not None and parent in self._listed and self.num_followers(parent) == 1:
+        if parent is not None and not parent.refs and self.num_followers(parent) == 1:
             self._add_leaf(parent)
 
     def put_back(self, nodes: Sequence[Node]) -> None:
@@ -313,6 +317,31 @@ class RadixTree(PrefixTree):
         for node in match.nodes:
             self.touches.touch(node)
 
+    def is_longest(self, match: Match, limit: int) -> bool:
+        """Return whether `match`, which was visited, still is the longest resident prefix of at most `limit` pages.
+
+        If so, bring its `num_shared` up to date.
+        """
+        nodes = match.nodes
+        if not nodes or match.num_pages > limit:
+            return False
+        end = num_shared = 0
+        for node in nodes:
+            if node.start != end:
+                return False  # it was split
+            end = node.end
+            if node.refs:
+                num_shared += end - node.start
+        last = nodes[-1]
+        parent, followers = last.parent, last.children
+        assert parent is not None and parent.children is not None
+        if parent.children.get(last.key) is not last:
+            return False  # it was evicted
+        if followers and end < limit and match.content.key(end) in followers:
+            return False
+        match.num_shared = num_shared
+        return True
+
     def part(self, node: Node, page: int) -> Node:
         """Split a run before `page`; return the first part. Both are recent, the second one most."""
         touches = self.touches
@@ -333,7 +362,7 @@ class RadixTree(PrefixTree):
         touches, has_notes = self.touches, self.touches.has_notes
         touches.touch_held(path)
         if has_notes:
-            for node in reversed(list(walk(path))):
+            for node in first_to_last(path):
                 self._inserted(node, node.end > num_inserted, priority)
         start = path[-1].end if path else 0
         last = path[-1] if path else self._root(content.salt)
@@ -378,11 +407,14 @@ class RadixTree(PrefixTree):
     def part_at(self, path: Path, page: int, priority: int = 0) -> None:
         """Make the runs of `path` up to `page` recent, and part the one that goes on beyond it."""
         touches = self.touches
-        for node in reversed(list(walk(path))):
+        for node in first_to_last(path):
             if node.start >= page:
                 return
-            touches.touch(node)
-            head = self.part(node, page) if node.end > page else node
+            head = node
+            if node.end > page:
+                head = self.part(node, page)
+            else:
+                touches.touch(node)
             if touches.has_notes:
                 self._inserted(head, False, priority)
 

@@ -42,6 +42,7 @@ DECAY_STEPS: Final = 600
 LEAST_SHARE: Final = 0.14
 """That value, as a share of the first one."""
 FIRST_RATIO: Final = 0.7
+FEW_STALLS: Final = 256
 FINISHED: Final = RequestState.FINISHED
 DECODING: Final = RequestState.DECODING
 FOR_SEQS: Final = Blocked.SEQS
@@ -64,6 +65,7 @@ class Batches:
     __slots__ = (
         "_answered",
         "_budget",
+        "_budget_of_step",
         "_cache",
         "_chunked",
         "_completed",
@@ -72,20 +74,25 @@ class Batches:
         "_end_ns",
         "_ended",
         "_first_ratio",
+        "_first_stalls",
         "_had_chunked",
         "_has_decoded",
+        "_ignores_eos",
         "_is_shut",
         "_is_trying",
         "_least_ratio",
+        "_most_running",
+        "_most_stalls",
         "_order",
         "_overlaps",
         "_page_size",
         "_promised",
         "_rest_of_input",
-        "_resuming",
+        "_resumes",
         "_rules",
         "_running",
         "_scheduler",
+        "_stalls_ns",
         "_step",
         "_taken",
         "_turn",
@@ -100,11 +107,15 @@ class Batches:
         self._page_size = scheduler.wheel.page_size
         self._rules = rules
         self._overlaps = rules.overlaps
+        # Attributes of structs take longer to read than these.
+        self._ignores_eos = rules.ignores_eos
+        self._budget_of_step = scheduler.config.max_num_batched_tokens
+        self._most_running = scheduler.config.max_num_seqs
         self._first_ratio = min(FIRST_RATIO * rules.conservativeness, 1.0)
         self._least_ratio = min(self._first_ratio * LEAST_SHARE, 1.0)
         self.ratio = self._first_ratio
         """The share of what running requests may generate that they are promised."""
-        self._running: list[Request] = []
+        self._running: dict[Request, None] = {}
         """Requests whose prompts are computed, in the order in which they decode."""
         self._is_shut = False
         """Whether no prompt is looked at before a request leaves."""
@@ -130,8 +141,14 @@ class Batches:
         """End of the last step; and of the last one that computed decodes."""
         self._answered: dict[Request, int] = {}
         """Decodes that have had no step as such yet, with the end of their prompts' steps."""
-        self._resuming: list[Request] = []
-        """The decodes of the step that was planned last, if they rested in the one before."""
+        self._resumes = False
+        """Whether decodes go on in the step that was planned last, and rested in the one before."""
+        self._stalls_ns: list[int] = []
+        """The times from each such step to the last one that computed decodes, while any decode was there."""
+        self._most_stalls = FEW_STALLS
+        """As many as these are kept before those that no decode there has rested in are forgotten."""
+        self._first_stalls: dict[Request, int] = {}
+        """By decode that has had a step as such: the first of these in which it rested."""
         self._step = Step(0)
         """The step that was planned last."""
         self._turn = 0
@@ -170,14 +187,15 @@ class Batches:
         if self._had_chunked or not self._running:
             self._is_shut = False
         self._had_chunked = False
-        self._running += self._completed
+        for request in self._completed:
+            self._running[request] = None
         self._is_trying = chunked is not None or self._may_admit()
         if not self._is_trying:
             return
         self._order.arrange()
         self._promised = self._promises()
         self._taken = self._computed = 0
-        self._budget, self._rest_of_input = scheduler.config.max_num_batched_tokens, self._rules.max_prefill_tokens
+        self._budget, self._rest_of_input = self._budget_of_step, self._rules.max_prefill_tokens
         if chunked is not None:
             num_free = self._cache.num_free * self._page_size + -chunked.num_computed % self._page_size
             scheduler.prefill.most_tokens = min(self._most_of_chunk(), num_free)
@@ -200,21 +218,26 @@ class Batches:
         scheduler = self._scheduler
         if self._is_shut or not scheduler.waiting.num_waiting:
             return False
-        self._is_shut = scheduler.running.num_running >= scheduler.config.max_num_seqs
+        self._is_shut = scheduler.running.num_running >= self._most_running
         return not self._is_shut
 
     def _promises(self) -> float:
         """Return the tokens that are promised to running requests."""
-        # `_num_generated`, inlined: this runs for each running request in every step of prompts.
+        wheel, num_running = self._scheduler.wheel, len(self._running)
         has_results = int(self._overlaps and self._has_decoded)
-        offset = 1 - self._scheduler.wheel.step + has_results
+        offset = 1 - wheel.step + has_results
+        if self._ignores_eos and wheel.last_stop + offset < MOST_PROMISED:
+            num_decoding, num_joined = wheel.num_decoding, len(self._completed) if self._overlaps else 0
+            num_left = wheel.stop_sum + num_decoding * offset + (num_running - num_decoding) * has_results
+            return float(num_left + num_joined)
+        # `_num_generated`, inlined: this runs for each running request.
         left = [stop + offset if (stop := request.stop_step) >= 0 else has_results for request in self._running]
         if self._overlaps and self._completed:  # they have just joined
             first = len(left) - len(self._completed)
             left[first:] = [count + 1 for count in left[first:]]
         if left and max(left) > MOST_PROMISED:
             left = [min(count, MOST_PROMISED) for count in left]
-        if self._rules.ignores_eos:
+        if self._ignores_eos:
             return float(sum(left))
         ratio = self.ratio
         return sum([count * ratio for count in left])
@@ -240,8 +263,7 @@ class Batches:
             return FOR_PAGES
         request = ask.request
         num_known = ask.num_known = request.num_prompt_tokens + request.num_output_tokens
-        ask.match = self._cache.match(request.content, (num_known - 1) // self._page_size)
-        self._cache.radix.visit(ask.match)
+        ask.match = self._order.find(request, (num_known - 1) // self._page_size)
         ask.hit_tokens = ask.match.num_pages * self._page_size
         return PASS
 
@@ -258,6 +280,7 @@ class Batches:
 
     def start(self, request: Request, step: Step) -> None:
         """Count the prompt that begins in this step."""
+        self._order.found.pop(request, None)
         self._charge(request, step.chunks[-1].num_tokens)
         if self._has_room():
             self._limit(step)
@@ -309,8 +332,8 @@ class Batches:
         step.rests = not (self._running and self._take_due(step))
         step.is_idle = step.rests and bool(self._ended)
         if not (step.rests or self._has_decoded):
-            self._resuming = [request for request in self._running if request.state is DECODING]
-            step.num_joined = len(self._resuming)
+            self._resumes = True
+            step.num_joined = scheduler.wheel.num_decoding
 
     # Decodes ----------------------------------------------------------------------------------------------
 
@@ -368,7 +391,7 @@ class Batches:
                 break
         if not self._has_memory(num_due()):
             self._retract_one(kept.pop(), asker, 1, step.now_ns, 0)
-        self._running = kept
+        self._running = dict.fromkeys(kept)
         self._is_shut = False
         num_generated = sum([self._num_generated(request) for request in kept])
         num_asked = sum([request.max_tokens for request in kept])
@@ -384,7 +407,7 @@ class Batches:
         scheduler, cache = self._scheduler, self._cache
         cache.look(scheduler.mark)
         has_result = self._has_result(request)
-        self._answered.pop(request, None)
+        self._end_stalls(request)
         scheduler.running.leave(request)
         request.last_token_ns = now_ns
         request.num_output_tokens -= has_result
@@ -434,15 +457,32 @@ class Batches:
         if self._step.rests:
             self._scheduler.wheel.num_rests += 1
             return
-        if self._resuming:
-            answered, stall_ns = self._answered, (end_ns - self._decoded_ns,)
-            for request in self._resuming:
-                if answered and request in answered:
-                    request.stalls_ns += (end_ns - answered.pop(request),)
-                else:
-                    request.stalls_ns += stall_ns
-            self._resuming = []
+        if self._resumes:
+            self._resumes = False
+            if len(self._stalls_ns) >= self._most_stalls:
+                self._forget_stalls()
+            self._stalls_ns.append(end_ns - self._decoded_ns)
+            if self._answered:
+                for request, answered_ns in self._answered.items():
+                    request.stalls_ns += (end_ns - answered_ns,)
+                    self._first_stalls[request] = len(self._stalls_ns)
+                self._answered = {}
         self._decoded_ns = end_ns
+
+    def _forget_stalls(self) -> None:
+        """Forget the stalls before all decodes that are there."""
+        first = next(iter(self._first_stalls.values()), len(self._stalls_ns))  # the least: they are in this order
+        del self._stalls_ns[:first]
+        for request in self._first_stalls:
+            self._first_stalls[request] -= first
+        self._most_stalls = 2 * len(self._stalls_ns) + FEW_STALLS
+
+    def _end_stalls(self, request: Request) -> None:
+        """Note how long `request`, which decodes no more, has waited for its tokens."""
+        self._answered.pop(request, None)
+        first = self._first_stalls.pop(request, -1)
+        if first >= 0:
+            request.stalls_ns += tuple(self._stalls_ns[first:])
 
     def keep(self, request: Request, end_ns: int) -> bool:
         """Let `request`, which has generated its last token, keep its place and pages until its result is taken."""
@@ -451,6 +491,7 @@ class Batches:
         self._scheduler.running.keep(request)
         request.state = FINISHED
         self._ended.append(request)
+        self._end_stalls(request)
         return True
 
     def end(self, completing: list[Request], end_ns: int) -> None:
@@ -492,11 +533,11 @@ class Batches:
 
     def _leave(self, requests: Iterable[Request]) -> None:
         """Remove requests from the running ones; the next prompt is looked at."""
-        leaving = set(requests)
-        num_running = len(self._running)
-        self._running = [request for request in self._running if request not in leaving]
-        if len(self._running) < num_running:
-            self._is_shut = False
+        running = self._running
+        for request in requests:
+            if request in running:
+                del running[request]
+                self._is_shut = False
 
     def _insert(self, request: Request) -> None:
         """Make the computed pages of `request` findable; while it decodes, those of its prompt."""
@@ -506,7 +547,8 @@ class Batches:
 
     def drop(self, request: Request) -> None:
         """Forget a request that is about to be cancelled."""
-        self._answered.pop(request, None)
+        self._order.found.pop(request, None)
+        self._end_stalls(request)
         self._leave((request,))
         if request in self._completed:
             self._completed.remove(request)
@@ -518,7 +560,7 @@ class Batches:
         if self._ended or not self._has_decoded:
             return True
         scheduler = self._scheduler
-        may_admit = scheduler.running.num_running < scheduler.config.max_num_seqs
+        may_admit = scheduler.running.num_running < self._most_running
         return may_admit and not self._is_shut and scheduler.waiting.num_waiting > 0
 
     def num_certain(self, num_steps: int) -> int:

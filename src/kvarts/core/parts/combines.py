@@ -145,10 +145,6 @@ REFUSED = (
     Refusal(("uncached", "plan"), "a plan is about what is found", "Replay the options you have in mind."),
     Refusal(("uncached", "several"), "it is not modelled", "Leave it out."),
     Refusal(("kv_groups", "batches"), "it divides memory as SGLang does", WHOLE),
-    Refusal(
-        ("batches", "tiers", "plan"), "a plan searches host memory of vLLM", "Replay the options you have in mind."
-    ),
-    Refusal(("batches", "tiers", "mock"), "it is modelled in replays", "Leave it out."),
     Refusal(("batches", "mocker"), "Dynamo's mocker decides as vLLM", "Leave one of them out."),
     *(
         Refusal(("batches", other), "it is not modelled", "Leave it out, and give the engine's settings one by one.")

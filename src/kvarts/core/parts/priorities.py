@@ -106,7 +106,8 @@ class BatchesByPriority(Batches):
                 self._promised -= chosen[request]
                 asked = num_pages and min(max(num_pages, self._cache.num_free + 1), self._cache.pool.total)
                 self._retract_one(request, head, asked, step.now_ns, num_left, is_queued=False)
-        self._running = [request for request in self._running if request not in chosen]
+        for request in chosen:
+            del self._running[request]
         self._preempted += chosen
         return True
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 from kvarts.core.config import BatchRules
 from kvarts.core.content import Content
+from kvarts.core.kv.cache import Match
 from kvarts.core.kv.radix import RadixCache, RadixTree
 from kvarts.core.request import Request
 from kvarts.core.sched.policy import QueuePolicy
 
 if TYPE_CHECKING:
-    from kvarts.core.kv.cache import Match
     from kvarts.core.sched.state import SchedulerState
 
 __all__ = ["FirstCome", "order_of_queue"]
@@ -31,7 +31,7 @@ FEW_TOKENS: Final = 32
 class FirstCome:
     """`fcfs`: the queue stays as it is. With eviction by LRU, the prefixes of its first requests stay recent."""
 
-    __slots__ = ("_cache", "_num_tries", "_page_size", "_queue", "_refreshes", "_waiting")
+    __slots__ = ("_cache", "_num_tries", "_page_size", "_queue", "_refreshes", "_waiting", "found")
 
     def __init__(self, scheduler: SchedulerState, rules: BatchRules) -> None:
         cache, policy = scheduler.cache, scheduler.waiting.policy
@@ -42,6 +42,8 @@ class FirstCome:
         self._page_size = scheduler.wheel.page_size
         self._refreshes = rules.eviction == "lru"
         self._num_tries = 0
+        self.found: dict[Request, Match] = {}
+        """What waiting requests found when they were looked at last."""
 
     def arrange(self) -> None:
         """Sort the queue for a try of a batch of prompts."""
@@ -54,8 +56,14 @@ class FirstCome:
 
     def _visit(self, request: Request) -> Match:
         """Return what `request` finds, and make it recent."""
-        match = self._cache.match(request.content, request.num_known // self._page_size)
-        self._cache.radix.visit(match)
+        return self.find(request, request.num_known // self._page_size)
+
+    def find(self, request: Request, limit: int) -> Match:
+        """Return what `request` finds of its first `limit` pages, and make it recent."""
+        tree, match = self._cache.radix, self.found.get(request)
+        if match is None or not tree.is_longest(match, limit):
+            match = self.found[request] = tree.match(request.content, limit)
+        tree.visit(match)
         return match
 
 

@@ -84,11 +84,13 @@ class DecodeWheel:
         "_num_due",
         "_num_growing",
         "_slots_due",
+        "last_stop",
         "num_decoding",
         "num_full",
         "num_rests",
         "page_size",
         "step",
+        "stop_sum",
         "window_places",
     )
 
@@ -120,6 +122,10 @@ class DecodeWheel:
         """A heap of these numbers. Those that are not in `_ending` are of requests that left early."""
         self._next_stop = NEVER
         """At most the least `stop_step`."""
+        self.last_stop = 0
+        """At least the largest `stop_step`."""
+        self.stop_sum = 0
+        """The sum of all `stop_step`."""
 
     def join(self, request: Request) -> None:
         """Add `request`: from the next step on it computes one token per step, until all its tokens are generated."""
@@ -144,6 +150,9 @@ class DecodeWheel:
         end = (stop_step << STEP_BITS) + admission
         self._ending[end] = request
         heappush(self._finishing, end)
+        self.stop_sum += stop_step
+        if stop_step > self.last_stop:
+            self.last_stop = stop_step
         if stop_step < self._next_stop:
             self._next_stop = stop_step
 
@@ -151,9 +160,10 @@ class DecodeWheel:
         """Remove `request` and bring its `num_computed` and `num_output_tokens` up to date."""
         base = request.wheel_base
         slot = -base % self.page_size
-        admission = request.admission
+        admission, stop_step = request.admission, request.stop_step
         del self._members[slot][admission]
-        del self._ending[(request.stop_step << STEP_BITS) + admission]
+        del self._ending[(stop_step << STEP_BITS) + admission]
+        self.stop_sum -= stop_step
         self._needing_step = -1
         self.num_decoding -= 1
         if request.own is None:
@@ -195,6 +205,9 @@ class DecodeWheel:
         ending, admission = self._ending, request.admission
         del ending[(request.stop_step << STEP_BITS) + admission]
         stop_step = request.stop_step = request.stop_step - num_tokens
+        self.stop_sum -= num_tokens
+        if stop_step > self.last_stop:
+            self.last_stop = stop_step
         slot = -request.wheel_base % self.page_size
         self._members[slot][admission] = request
         self._add_due(slot)

@@ -76,6 +76,7 @@ class HostCopies:
         self.tier_names: Final = (host.spec.name, *storages)
         self.to_host: Channel = host.spec.write.open()
         self.to_device: Channel = host.spec.read.open()
+        self.page_bytes: Final = host.page_bytes
         self._cache = cache
         self._host = host
         self._counts = OffloadCounts()
@@ -132,6 +133,16 @@ class HostCopies:
         """The end of the next copy to end, or when storage can go on; NEVER_NS without either."""
         next_ns = min([under_way[0][0] for under_way in (self._copies, self._loads) if under_way], default=NEVER_NS)
         return next_ns if self.storage is None else min(next_ns, self.storage.next_ns)
+
+    @property
+    def num_total(self) -> int:
+        """The pages of host memory."""
+        return self._cache.tiered.total_below
+
+    @property
+    def num_used(self) -> int:
+        """The pages of host memory that are not free."""
+        return self._cache.tiered.total_below - self._cache.tiered.num_free_below
 
     def advance_to(self, now_ns: int) -> bool:
         """Return whether a copy has ended by `now_ns`: the next plan takes note of it."""

@@ -166,6 +166,7 @@ class ForeseenEngine:
     def submit(self, request: Request, now_ns: int) -> str | None:
         """Draw the tokens of `request`, and queue it, or return why it can never run."""
         self._foreseen.draw(request, is_known=True)
+        self.pass_to(now_ns)
         reason = self._replica.submit(request, now_ns)
         if reason is None:
             self._requests[request.index] = request
@@ -195,14 +196,29 @@ class ForeseenEngine:
         return finished
 
     def _rest(self) -> None:
-        """Without requests, take the results of the last step, by a step without a batch that takes no real time."""
+        """Without requests, take the results of the last step, by a step without a batch that takes no real time.
+
+        Copies to host memory, and what storage does, go on: a pause until they end is left open.
+        """
         replica = self._replica
-        while replica.has_work and not self._requests:
-            end_ns = replica.start(replica.now_ns)
+        is_left = replica.is_pausing
+        while replica.has_work and not (self._requests or is_left):
+            now_ns = replica.now_ns
+            end_ns = replica.start(now_ns)
+            is_left = replica.is_pausing and end_ns > now_ns
+            if not is_left:
+                replica.finish()
+                self._clock.pass_to(end_ns)
+
+    def pass_to(self, now_ns: int) -> None:
+        """Without requests, note what copies and storage have done before `now_ns`, when something happens."""
+        replica = self._replica
+        while replica.is_pausing and replica.now_ns <= now_ns:
             replica.finish()
-            self._clock.pass_to(end_ns)
+            if replica.has_work and replica.now_ns < now_ns:
+                replica.start(replica.now_ns)
 
     @property
     def has_work(self) -> bool:
         """Whether there are requests."""
-        return self._replica.has_work
+        return bool(self._requests)

@@ -172,6 +172,8 @@ class Meter:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.num_hit_tokens_below = 0
+        self.num_hit_tokens_stored = 0
+        """Of these, tokens from below the fastest tier."""
         self.num_recomputed_tokens = 0
         self.num_preemptions = 0
         self.num_steps = 0
@@ -239,6 +241,7 @@ class Meter:
         self.num_queried_tokens += request.num_prompt_tokens
         self.num_hit_tokens += request.cached_tokens
         self.num_hit_tokens_below += sum(request.cached_tokens_below)
+        self.num_hit_tokens_stored += sum(request.cached_tokens_below[1:])
 
     def ended(self, choice: Choice, completion: Completion, now_s: float) -> None:
         """Count a choice that has ended."""

@@ -144,11 +144,23 @@ class SglangRoutes(Routes):
             raise ApiError(
                 400, f"timeout must be from 0 to {MOST_WAIT_S:g} seconds, got {brief(text)}", param="timeout"
             )
-        while not (is_done := all([await each.reset_cache(preempts=False) for each in self.engines])) and left_s > 0.0:
+        while not (is_done := all([await _flush(each) for each in self.engines])) and left_s > 0.0:
             await asyncio.sleep(0.01)
             left_s -= 0.01
         status, told = (200, FLUSHED) if is_done else (400, "Flush cache failed.\n")
         await exchange.response.whole(told.encode(), status=status, content_type=b"text/plain; charset=utf-8")
+
+
+async def _flush(served: Served) -> bool:
+    """Evict every cached page, unless a page is in use; return whether it did."""
+    core, clock = served.host.core, served.host.clock
+
+    def flush(_: object) -> bool:
+        if core.scheduler.host is not None:  # copies may have ended since the last request
+            core.scheduler.host.end_copies(clock.now_ns())
+        return core.reset_cache(preempts=False)
+
+    return await served.between_steps(flush)
 
 
 def _settings_of(served: Served) -> dict[str, Any]:
@@ -179,6 +191,12 @@ def _settings_of(served: Served) -> dict[str, Any]:
         "schedule_low_priority_values_first": rules.low_first,
         "priority_scheduling_preemption_threshold": rules.threshold,
         "retraction_policy": config.retraction_policy,
+        "enable_hierarchical_cache": config.host is not None,
+        "hicache_ratio": config.hicache_ratio,
+        "hicache_size": config.hicache_size,
+        "hicache_write_policy": config.hicache_write_policy,
+        "hicache_storage_backend": config.hicache_storage_backend if config.has_storage else None,
+        "hicache_storage_prefetch_policy": config.hicache_storage_prefetch_policy,
         "dp_size": 1,
         "disaggregation_mode": "null",
         "enable_metrics": True,

@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from kvarts.core.tiers.hicache import HostCopies
 from kvarts.doors.openai.metrics import MeterMetrics
 from kvarts.doors.openai.served import Served
 from kvarts.sim.config import ReplayConfig
@@ -80,6 +81,39 @@ class _OfScheduler(MeterMetrics):
         text = "The number of device KV token slots freed by eviction."
         yield self._counter("sglang:evicted_tokens", text, num_evicted)
         yield self._histogram("sglang:queue_time_seconds", "Histogram of queueing time in seconds.", meter.queue_s)
+        host = core.scheduler.host
+        if host is not None:
+            yield from self._of_host(host)
+
+    def _of_host(self, host: HostCopies) -> Iterator[Metric]:
+        """Return the metrics of host memory, and of storage below it."""
+        page_size, num_below, num_used = self._config.page_size, host.num_total, host.num_used
+        yield self._gauge(
+            "sglang:hicache_host_used_tokens",
+            "Number of tokens currently used in the host KV cache.",
+            num_used * page_size,
+        )
+        yield self._gauge(
+            "sglang:hicache_host_total_tokens",
+            "Total capacity of the host KV cache in tokens.",
+            num_below * page_size,
+        )
+        moved = (
+            ("load_back", "loaded back from host memory to the device", host.to_device.num_bytes),
+            ("hicache_backup", "copied from the device to host memory", host.to_host.num_bytes),
+        )
+        for name, what, num_bytes in moved:
+            num_tokens = num_bytes // host.page_bytes * page_size
+            yield self._counters(f"sglang:{name}_tokens", f"Number of tokens {what}.", "pool", [("kv", num_tokens)])
+            yield self._counter(f"sglang:{name}_bytes", f"Bytes {what}.", num_bytes)
+        if host.storage is None:
+            return
+        num_read, num_written = host.storage.reading.num_bytes, host.storage.writing.num_bytes
+        for name, text, num_bytes in (
+            ("prefetched", "Prompt tokens read from storage into host memory.", num_read),
+            ("backuped", "Number of backuped tokens.", num_written),
+        ):
+            yield self._counter(f"sglang:{name}_tokens", text, num_bytes // host.page_bytes * page_size)
 
 
 class _OfTokenizer(MeterMetrics):
@@ -100,11 +134,13 @@ class _OfTokenizer(MeterMetrics):
         )
         for name, text, value in counters:
             yield self._counter(f"sglang:{name}", text, value)
+        below, stored = meter.num_hit_tokens_below, meter.num_hit_tokens_stored
+        sources = ("device", meter.num_hit_tokens - below), ("host", below - stored), ("storage", stored)
         yield self._counters(
             "sglang:cached_tokens",
             "Number of cached prompt tokens by source (device/host/storage).",
             "cache_source",
-            [("device", meter.num_hit_tokens)],
+            [source for source in sources if source[1] or source[0] == "device"],
         )
         histograms = (
             ("time_to_first_token_seconds", "Histogram of time to first token in seconds.", meter.first_token_s),

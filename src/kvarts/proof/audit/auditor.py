@@ -55,9 +55,8 @@ from kvarts.core.events import (
     TransferEnded,
 )
 from kvarts.core.kv.cache import Memory
-from kvarts.proof.audit.beside import Beside
 from kvarts.proof.audit.comparing import compare_account, expect_same, find_different_pages, find_different_private
-from kvarts.proof.audit.facts import EngineRules, Facts
+from kvarts.proof.audit.facts import Beside, EngineRules, Facts
 from kvarts.proof.audit.ledger import AuditError, Finding, Findings, Ledger, LedgerError, LedgerGroup
 from kvarts.proof.audit.lives import Lives
 from kvarts.proof.audit.page_loads import PageLoads

@@ -12,8 +12,8 @@ from kvarts.core.kv.cache import Memory
 from kvarts.core.kv.eviction import LruOrder
 
 if TYPE_CHECKING:
+    from kvarts.core.event_log import EventReader
     from kvarts.core.kv.groups import GroupMemory
-    from kvarts.proof.audit.auditor import Auditor
     from kvarts.proof.audit.ledger import LedgerGroup
     from kvarts.proof.audit.tiers import OrderWatch
 
@@ -28,8 +28,8 @@ def not_followed(config: EngineConfig, storage: Storage, planning: Planning) -> 
         return "drafts before prompts"
     if planning.speculation is not None:
         return "room for drafts in virtual time"
-    if planning.batches is not None:
-        return "steps of prompts or of decodes"
+    if planning.batches is not None and planning.batches.window:
+        return "KV of sliding windows in a pool of its own"
     if not planning.hands_over:
         return ""
     return not_followed_in_handoffs(
@@ -77,14 +77,25 @@ class AuditOpening:
         self._config, self._memory, self._planning = config, storage.memory, planning
         self._is_lru = storage.make_order is LruOrder
         self._watch: OrderWatch | None = None
+        self._host = storage.host
         if not self._is_lru:
             from kvarts.proof.audit.tiers import OrderWatch
 
             self._watch = OrderWatch(storage.make_order)
         self.make_order = storage.make_order if self._watch is None else self._watch.make
 
-    def open(self, num_blocks: int | None, below: PreparedTiers | None, *, account: Callable[[], Memory]) -> Auditor:
+    def open(
+        self, num_blocks: int | None, below: PreparedTiers | None, *, account: Callable[[], Memory]
+    ) -> EventReader:
         """Return the auditor. `account`: returns the engine's cache, once it has one."""
+        batches = self._planning.batches
+        if batches is not None:
+            from kvarts.proof.audit.batches import BatchAuditor
+
+            num_pages, has_host = self._config.num_pages, self._host is not None
+            return BatchAuditor(
+                num_pages, self._config.page_size, overlaps=batches.overlaps, has_host=has_host, account=account
+            )
         from kvarts.proof.audit.auditor import Auditor  # which engines without an audit do not import
         from kvarts.proof.audit.facts import EngineRules
         from kvarts.proof.audit.tiers import TierRules
