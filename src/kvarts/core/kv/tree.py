@@ -144,16 +144,18 @@ class PrefixTree:
     def hold_pages(self, pages: PinnedPages) -> None:
         """Protect `pages`, in all their copies, from eviction until `unhold`; each keeps its place."""
         for node in pages.nodes():
-            if node.duplicates is None and node.refs:
-                node.holds += 1
-                continue
-            for copy in node.duplicates or (node,):
-                if not (copy.refs or copy.holds):
-                    self.num_cached -= copy.end - copy.start
-                    copy.holds = 1
-                    self.order.held(copy)
-                else:
-                    copy.holds += 1
+            if node.duplicates is None:
+                self._hold(node)
+            else:
+                for copy in node.duplicates:
+                    self._hold(copy)
+
+    def _hold(self, node: Node) -> None:
+        holds = node.holds
+        node.holds = holds + 1
+        if not (node.refs or holds):
+            self.num_cached -= node.end - node.start
+            self.order.held(node)
 
     def keep(self, path: Path) -> int:
         """Record that `path`, which is pinned, is kept for later; return how many of its pages were not kept before."""
@@ -176,18 +178,24 @@ class PrefixTree:
 
     def unhold(self, pages: PinnedPages) -> list[Node]:
         """End a `hold_pages`; return the orphans that nothing holds any more, whose pages must be freed."""
-        orphans = []
+        orphans: list[Node] = []
         for node in pages.nodes():
-            for copy in node.duplicates or (node,):
-                assert copy.holds > 0, f"{copy} was let go more often than it was held"
-                copy.holds -= 1
-                if not (copy.refs or copy.holds):
-                    if copy.is_orphan:
-                        orphans.append(copy)
-                        continue
-                    self.num_cached += copy.end - copy.start
-                    self.order.unheld(copy)
+            if node.duplicates is None:
+                self._unhold(node, orphans)
+            else:
+                for copy in node.duplicates:
+                    self._unhold(copy, orphans)
         return orphans
+
+    def _unhold(self, node: Node, orphans: list[Node]) -> None:
+        holds = node.holds = node.holds - 1
+        assert holds >= 0, f"{node} was let go more often than it was held"
+        if not (node.refs or holds):
+            if node.is_orphan:
+                orphans.append(node)
+                return
+            self.num_cached += node.end - node.start
+            self.order.unheld(node)
 
     def extend(self, path: Path, content: Content, end: int, page_ids: list[PageId] | None) -> None:
         """Make the pages from the end of `path` to `end` findable; the holder of `path` references them.
@@ -418,11 +426,13 @@ class PrefixTree:
         assert parent is not None and parent.children is not None
         tail_key = first.content.key(at)
         children = {tail_key: first}
-        heads = []
+        heads: list[Node] = []
         for tail in tails:
             head = Node(tail.content, tail.key, tail.start, at, tail.refs, tail.parent, children)
             heads.append(head)
-            head.holds, head.pins, head.place, head.notes = tail.holds, tail.pins, tail.place, tail.notes
+            head.holds, head.pins = tail.holds, tail.pins
+            head.place = tail.place
+            head.notes = tail.notes
             if tail.page_ids is not None:
                 cut = at - tail.start
                 head.page_ids = tail.page_ids[:cut]
@@ -434,12 +444,13 @@ class PrefixTree:
         if len(heads) > 1:
             for head in heads:
                 head.duplicates = heads
-        for head, tail in zip(heads, tails, strict=True):
+        for index in range(len(tails)):
+            tail = tails[index]
             if tail.refs == 0:
-                self.order.split(head, tail)  # deeper pages are evicted first
+                self.order.split(heads[index], tail)  # deeper pages are evicted first
         if self._watcher is not None:
             self._watcher.divided(heads, tails)
-        return heads[tails.index(node)]
+        return heads[0] if first is node else heads[tails.index(node)]
 
     def _add_twin(self, first_copy: Node, content: Content, end: int, parent: Node) -> Node:
         """Add a copy of the part of the run that it has in common with `content` up to `end`."""

@@ -258,6 +258,28 @@ class DecodeWheel:
         turns = due[first:] + due * ((last - size) // size)
         return turns + due[: num_steps - len(turns)]
 
+    def steps_within(self, num_pages: int, most: int) -> int:
+        """Return for how many of the next `most` steps `num_pages` pages suffice."""
+        due, size = self._num_due, self.page_size
+        first, total = self.step % size, 0
+        offsets: list[int] = []
+        for slot in self._slots_due:
+            total += due[slot]
+            offsets.append(slot - first if slot >= first else slot - first + size)
+        if not total:
+            return most
+        num_steps = num_pages // total * size
+        if num_steps < most:
+            num_left = num_pages % total
+            offsets.sort()
+            for offset in offsets:
+                slot = first + offset
+                num_left -= due[slot if slot < size else slot - size]
+                if num_left < 0:
+                    num_steps += offset
+                    break
+        return num_steps if num_steps < most else most
+
     def pages_due_in(self, num_steps: int) -> PagesDue:
         """Return the same by the slots in which pages are due, however many steps there are."""
         due, size = self._num_due, self.page_size

@@ -32,7 +32,7 @@ from typing import ClassVar, Final
 
 from kvarts.base.records import Value
 from kvarts.core.content import NOTHING, Content, PageKey
-from kvarts.core.kv.pool import CountPool, IdPool, PageId, Pool
+from kvarts.core.kv.pool import CountPool, IdPool, PageId
 
 __all__ = [
     "ALL",
@@ -46,7 +46,9 @@ __all__ = [
     "check_index",
 ]
 
-ALL = 1 << 62
+ALL: Final = 1 << 62
+NUM_WALKS: Final = 64
+"""How many walks through the tree are remembered: a power of two."""
 
 OnStored = Callable[[Content, int, int, Content | None], object]
 """Called for a run that becomes findable: content, first page, page after the last, the content before it."""
@@ -74,13 +76,15 @@ class TierRun:
     `slots`: ids of the tier's pages; None if they are only counted, or in a hole. `placement`: the placement that a
     coming run belongs to. `writer`: the number of the engine that stored it, where several share the tier. `used_at`:
     how many pages had arrived in the tier when it was last used. `is_spilled`: whether it has been copied to the next
-    tier since then. `older` and `newer`: neighbours in the order of recency, for stored runs.
+    tier since then. `is_gone`: it has left the tree. `older` and `newer`: neighbours in the order of recency, for
+    stored runs.
     """
 
     __slots__ = (
         "children",
         "content",
         "end",
+        "is_gone",
         "is_spilled",
         "key",
         "newer",
@@ -117,7 +121,7 @@ class TierRun:
         self.slots: list[PageId] | None = None
         self.writer = writer
         self.used_at = 0
-        self.is_spilled = False
+        self.is_spilled = self.is_gone = False
         self.placement: Placement | None = None
         self.older: TierRun | None = None
         self.newer: TierRun | None = None
@@ -165,7 +169,7 @@ class TierIndex:
     """
 
     def __init__(self, num_pages: int, *, with_slots: bool) -> None:
-        self.pool: Pool = IdPool(num_pages) if with_slots else CountPool(num_pages)
+        self.pool: CountPool | IdPool = IdPool(num_pages) if with_slots else CountPool(num_pages)
         self.num_cached = 0
         """Findable pages that are not pinned."""
         self.num_evicted = 0
@@ -185,6 +189,9 @@ class TierIndex:
         self.on_stored: OnStored | None = None
         self.on_removed: OnRemoved | None = None
         self._roots: dict[str | None, TierRun] = {}
+        self._walked: list[TierRun | None] = [None] * NUM_WALKS
+        """Runs at which walks have ended: all their pages are those of the content in `_walked_of`."""
+        self._walked_of: list[Content | None] = [None] * NUM_WALKS
         # A sentinel closes the order of recency to a ring: its `newer` is the oldest run.
         self._ring = _root()
         self._ring.older = self._ring.newer = self._ring
@@ -205,9 +212,9 @@ class TierIndex:
         """Return the longest stretches of pages [start, end) that are stored, whether or not earlier pages are."""
         # Not by `_path`: this runs for each run that becomes findable on a device.
         stretches: list[tuple[int, int]] = []
-        stored, position = STORED, 0
-        node = self._roots.get(content.salt)
-        while node is not None and position < end and node.children:
+        stored, node = STORED, self._before(content, start)
+        position = node.end
+        while position < end and node.children:
             child = node.children.get(content.key(position))
             if child is None:
                 break
@@ -231,7 +238,7 @@ class TierIndex:
         """
         found: Placement | None = None
         num_pages = 0
-        for run, before, position in self._path(content, limit):
+        for run, before, position in self._path(content, start, limit):
             if position <= start:
                 continue
             if run.placement is None or (found is not None and run.placement is not found):
@@ -243,7 +250,7 @@ class TierIndex:
     def missing(self, content: Content, start: int, end: int) -> int:
         """Return how many of the pages [start, end) are neither stored nor coming."""
         num_missing = end - start
-        for run, before, position in self._path(content, end):
+        for run, before, position in self._path(content, start, end):
             if position > start and run.state is not NodeState.HOLE:
                 num_missing -= position - (before if before > start else start)
         return num_missing
@@ -251,7 +258,7 @@ class TierIndex:
     def absent(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
         """Return the stretches of pages [start, end) that are neither stored nor coming."""
         stretches: list[tuple[int, int]] = []
-        for run, before, position in self._path(content, end):
+        for run, before, position in self._path(content, start, end):
             if position > start and run.state is not NodeState.HOLE:
                 if before > start:
                     stretches.append((start, before))
@@ -442,6 +449,7 @@ class TierIndex:
             self._pin(placement.run)
             self.unpin(deepest)
         placement.segments = tuple(segments)
+        self._remember(content, placement.run)
         return placement
 
     def settle(self, placement: Placement, *, is_stored: bool) -> list[tuple[int, int]]:
@@ -498,7 +506,7 @@ class TierIndex:
 
         Pages before others that stay become a hole.
         """
-        for run, first, last in reversed(list(self._path(content, end))):
+        for run, first, last in reversed(list(self._path(content, start, end))):
             if last <= start or run.state is not STORED or run.pins:
                 continue
             moving = self._split(run, last) if last < run.end else run
@@ -519,7 +527,7 @@ class TierIndex:
 
     def note_spilled(self, content: Content, start: int, end: int) -> None:
         """Note that those of pages [start, end) that are stored have been copied to the next tier."""
-        for run, first, last in list(self._path(content, end)):
+        for run, first, last in list(self._path(content, start, end)):
             if last > start and run.state is STORED:
                 spilled = self._split(run, last) if last < run.end else run
                 if first < start:
@@ -528,7 +536,7 @@ class TierIndex:
 
     def drop(self, content: Content, page: int) -> None:
         """Drop `page` and all later pages."""
-        for run, _, position in self._path(content, page + 1):
+        for run, _, position in self._path(content, page, page + 1):
             if position > page:
                 if run.start < page:
                     self._split(run, page)
@@ -536,9 +544,11 @@ class TierIndex:
 
     def lose(self, content: Content, start: int, end: int) -> None:
         """Note that the device no longer has pages [start, end): pages after a hole in them cannot be used."""
-        hole, position = HOLE, 0
-        node = self._roots.get(content.salt) if self.num_holes else None
-        while node is not None and position < end and node.children:
+        if not self.num_holes:
+            return
+        hole, node = HOLE, self._before(content, start)
+        position = node.end
+        while position < end and node.children:
             run = node.children.get(content.key(position))
             if run is None:
                 return
@@ -571,48 +581,90 @@ class TierIndex:
             node.pins = pins + 1
             node = parent
 
+    def _before(self, content: Content, most: int) -> TierRun:
+        """Return a run, or the root, with which pages of `content` end, at most `most`: the deepest that is known."""
+        slot = content.owner & (NUM_WALKS - 1)
+        node = self._walked[slot]
+        if node is None or node.is_gone or self._walked_of[slot] is not content:
+            return self._root_of(content)
+        while node.end > most:
+            before = node.parent
+            assert before is not None
+            node = before
+        return node
+
+    def _root_of(self, content: Content) -> TierRun:
+        root = self._roots.get(content.salt)
+        if root is None:
+            root = self._roots[content.salt] = _root()
+        return root
+
     def _walk(self, content: Content, end: int, start: int = ALL) -> tuple[TierRun, int, TierRun | None]:
         """Return the deepest run wholly within `end` pages, the number of known pages, and a run cut by the end.
 
         Stop before the first run that has pages from `start` on and is not stored.
         """
         stored = STORED
-        position = 0
-        node = self._roots.get(content.salt)
-        if node is None:
-            node = self._roots[content.salt] = _root()
+        node = self._before(content, end)
+        position = node.end
+        if position > start:
+            last: TierRun | None = None
+            run = node
+            while run.end > start:
+                before = run.parent
+                assert before is not None
+                if run.state is not stored:
+                    last = before
+                run = before
+            if last is not None:
+                return last, last.end, None
+        in_part: TierRun | None = None
         while position < end and node.children:
             child = node.children.get(content.key(position))
             if child is None:
                 break
-            last = child.end
-            stop = last if last < end else end
+            child_end = child.end
+            stop = child_end if child_end < end else end
             other = child.content
             common = stop if other is content else content.common_pages(other, position, stop)
             if common > start and child.state is not stored:
                 break
             position = common
-            if common < last:
-                return node, common, child
+            if common < child_end:
+                in_part = child
+                break
             node = child
-        return node, position, None
+        self._remember(content, node)
+        return node, position, in_part
+
+    def _remember(self, content: Content, node: TierRun) -> None:
+        """Begin later walks of `content` at `node`, or at a deeper run where one has ended before."""
+        if node.end > content.num_known_pages:
+            return  # the names of these pages change when their tokens become known
+        slot = content.owner & (NUM_WALKS - 1)
+        last = self._walked[slot]
+        if last is None or last.is_gone or last.end < node.end or self._walked_of[slot] is not content:
+            self._walked[slot], self._walked_of[slot] = node, content
 
     def _descend(self, content: Content, end: int) -> tuple[TierRun, int]:
         """Return the deepest run of the first `end` pages, split where they end or differ, and that position."""
         node, position, run_in_part = self._walk(content, end)
         return (node if run_in_part is None else self._split(run_in_part, position)), position
 
-    def _path(self, content: Content, end: int) -> Iterator[tuple[TierRun, int, int]]:
-        """Yield the known runs of the first `end` pages, each with the first and last position in common."""
-        position = 0
-        node = self._roots.get(content.salt)
-        while node is not None and position < end and node.children:
+    def _path(self, content: Content, start: int, end: int) -> Iterator[tuple[TierRun, int, int]]:
+        """Yield the known runs of pages [start, end), each with the first and last position in common.
+
+        There may be runs before them.
+        """
+        node = self._before(content, start)
+        position = node.end
+        while position < end and node.children:
             child = node.children.get(content.key(position))
             if child is None:
                 return
-            start, position = position, content.common_pages(child.content, position, min(child.end, end))
+            first, position = position, content.common_pages(child.content, position, min(child.end, end))
             is_whole = position == child.end
-            yield child, start, position
+            yield child, first, position
             if not is_whole:
                 return
             node = child
@@ -685,6 +737,7 @@ class TierIndex:
         tail.key = head.key
         tail.parent = parent
         parent.children[tail.key] = tail
+        head.is_gone = True
 
     def _evict(self, count: int) -> None:
         """Evict `count` cached pages."""
@@ -724,6 +777,7 @@ class TierIndex:
             node = stack.pop()
             stack += (node.children or {}).values()
             node.children = None
+            node.is_gone = True
             if node is not run:
                 self.num_holes -= node.state is NodeState.HOLE
             if node.state is NodeState.STORED:
@@ -754,6 +808,7 @@ class TierIndex:
     def _unlink(self, run: TierRun) -> None:
         parent = run.parent
         assert parent is not None
+        run.is_gone = True
         if parent.children is not None and parent.children.get(run.key) is run:
             del parent.children[run.key]
             self.num_holes -= run.state is NodeState.HOLE
