@@ -23,6 +23,7 @@ can be evicted, whatever is held.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from kvarts.core.content import NOTHING, Content
 from kvarts.core.event_log import Emit
@@ -32,6 +33,9 @@ from kvarts.core.kv.eviction import EvictionOrder, Node, Path, PinnedPages, Tree
 from kvarts.core.kv.pool import PageId
 
 __all__ = ["Node", "Path", "PrefixTree"]
+
+NUM_WALKS: Final = 256
+"""How many walks of `num_found` are remembered: a power of two."""
 
 
 class PrefixTree:
@@ -59,6 +63,8 @@ class PrefixTree:
         """The first of the pages that became findable, or whose first copy was evicted, since this was set."""
         self._watcher = watcher
         self._roots: dict[str | None, Node] = {}
+        self._walked: dict[int, tuple[Content, Node, int]] = {}
+        """Where walks of `num_found` have ended: a content, a run, and its end, up to which all pages are equal."""
 
     # Finding ----------------------------------------------------------------------------------------------
 
@@ -90,6 +96,36 @@ class PrefixTree:
                 break
             node = child
         return Match(content, nodes, position, num_shared)
+
+    def num_found(self, content: Content, limit: int) -> int:
+        """Return how many pages `match` finds: less work where that is all to be known."""
+        if self.on_read is not None:
+            self.on_read()
+        node: Node | None = None
+        position = 0
+        slot = content.owner & (NUM_WALKS - 1)
+        walked = self._walked.get(slot)
+        if walked is not None and walked[0] is content and not walked[1].is_gone:
+            last, end = walked[1], walked[2]
+            if limit <= last.end and limit <= end:
+                return limit
+            if last.end <= end:  # else it has grown, by pages that may be others
+                node, position = last, last.end
+        if node is None:
+            node = self._roots.get(content.salt)
+        whole: Node | None = None
+        while node is not None and position < limit and node.children:
+            child = node.children.get(content.key(position))
+            if child is None:
+                break
+            end = child.end if child.end < limit else limit
+            position = content.common_pages(child.content, position, end)
+            if position < child.end:
+                break
+            node = whole = child
+        if whole is not None and whole.end <= content.num_known_pages:
+            self._walked[slot] = content, whole, whole.end
+        return position
 
     def has(self, content: Content, page: int) -> bool:
         """Return whether `page` of `content` is resident, and thus all pages before it."""
@@ -401,7 +437,7 @@ class PrefixTree:
         copies = node.duplicates or [node]
         for copy in copies:
             self.order.removed(copy)
-            copy.is_orphan = True
+            copy.is_orphan = copy.is_gone = True
         parent = node.parent
         assert parent is not None and parent.children is not None
         del parent.children[node.key]
@@ -472,6 +508,7 @@ class PrefixTree:
     def _remove(self, node: Node) -> None:
         """Remove a whole unreferenced run from the order and from the tree."""
         self.order.removed(node)
+        node.is_gone = True
         duplicates = node.duplicates
         parent = node.parent
         assert parent is not None and parent.children is not None

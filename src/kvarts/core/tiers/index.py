@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 ALL: Final = 1 << 62
-NUM_WALKS: Final = 64
+NUM_WALKS: Final = 256
 """How many walks through the tree are remembered: a power of two."""
 
 OnStored = Callable[[Content, int, int, Content | None], object]
@@ -66,7 +66,10 @@ class NodeState(IntEnum):
     DOOMED = 3
 
 
-HOLE, COMING, STORED, DOOMED = NodeState
+HOLE: Final = NodeState.HOLE
+COMING: Final = NodeState.COMING
+STORED: Final = NodeState.STORED
+DOOMED: Final = NodeState.DOOMED
 """By name, because the states of runs are compared in every walk."""
 
 
@@ -212,7 +215,7 @@ class TierIndex:
         """Return the longest stretches of pages [start, end) that are stored, whether or not earlier pages are."""
         # Not by `_path`: this runs for each run that becomes findable on a device.
         stretches: list[tuple[int, int]] = []
-        stored, node = STORED, self._before(content, start)
+        node = self._before(content, start)
         position = node.end
         while position < end and node.children:
             child = node.children.get(content.key(position))
@@ -220,7 +223,7 @@ class TierIndex:
                 break
             first, last = position, child.end
             position = content.common_pages(child.content, first, last if last < end else end)
-            if position > start and child.state is stored:
+            if position > start and child.state is STORED:
                 if first < start:
                     first = start
                 if stretches and stretches[-1][1] == first:
@@ -251,7 +254,7 @@ class TierIndex:
         """Return how many of the pages [start, end) are neither stored nor coming."""
         num_missing = end - start
         for run, before, position in self._path(content, start, end):
-            if position > start and run.state is not NodeState.HOLE:
+            if position > start and run.state is not HOLE:
                 num_missing -= position - (before if before > start else start)
         return num_missing
 
@@ -259,7 +262,7 @@ class TierIndex:
         """Return the stretches of pages [start, end) that are neither stored nor coming."""
         stretches: list[tuple[int, int]] = []
         for run, before, position in self._path(content, start, end):
-            if position > start and run.state is not NodeState.HOLE:
+            if position > start and run.state is not HOLE:
                 if before > start:
                     stretches.append((start, before))
                 start = position
@@ -288,13 +291,12 @@ class TierIndex:
 
     def unpin(self, run: TierRun) -> None:
         """End one pin. `run` is the result of `pin`, and may have been removed from the tree."""
-        stored = STORED
         node = run
         while (parent := node.parent) is not None:
             pins = node.pins = node.pins - 1
             if pins <= 0:
                 assert pins == 0, f"{node} was unpinned more often than it was pinned"
-                if node.state is stored:
+                if node.state is STORED:
                     self.num_cached += node.end - node.start
                 elif node.state is DOOMED:
                     self.pool.give(node.end - node.start, node.slots)
@@ -303,9 +305,9 @@ class TierIndex:
                     self._unlink(node)
             node = parent
         children = run.children
-        if children is not None and len(children) == 1 and run.state is stored:
+        if children is not None and len(children) == 1 and run.state is STORED:
             (child,) = children.values()
-            is_alike = child.pins == run.pins and child.state is stored and child.writer == run.writer
+            is_alike = child.pins == run.pins and child.state is STORED and child.writer == run.writer
             is_alike = is_alike and child.used_at == run.used_at and child.is_spilled == run.is_spilled
             if is_alike and child.newer is run:
                 newer = run.newer
@@ -329,13 +331,12 @@ class TierIndex:
     def touch(self, run: TierRun) -> None:
         """Make all runs from `run` to the root the most recent, deeper ones older."""
         ring = self._ring
-        stored = STORED
         now = self.num_arrived
         below: TierRun | None = None
         node: TierRun | None = run
         while node is not None:
             parent = node.parent
-            if node.state is stored:
+            if node.state is STORED:
                 node.used_at = now
                 node.is_spilled = False
                 if node.newer is not None:
@@ -491,7 +492,7 @@ class TierIndex:
         It ends before one that is pinned, that something follows, or that is not here.
         """
         run, _ = self._descend(content, end)
-        while count > 0 and run.state is NodeState.STORED and not (run.pins or run.children):
+        while count > 0 and run.state is STORED and not (run.pins or run.children):
             before = run.parent
             assert before is not None
             if run.num_pages > count:
@@ -546,7 +547,7 @@ class TierIndex:
         """Note that the device no longer has pages [start, end): pages after a hole in them cannot be used."""
         if not self.num_holes:
             return
-        hole, node = HOLE, self._before(content, start)
+        node = self._before(content, start)
         position = node.end
         while position < end and node.children:
             run = node.children.get(content.key(position))
@@ -554,7 +555,7 @@ class TierIndex:
                 return
             last = run.end
             position = content.common_pages(run.content, position, last if last < end else end)
-            if position > start and run.state is hole:
+            if position > start and run.state is HOLE:
                 if run.start < start:
                     self._split(run, start)
                 self._drop(run)
@@ -572,11 +573,10 @@ class TierIndex:
     # Internals --------------------------------------------------------------------------------------------
 
     def _pin(self, run: TierRun) -> None:
-        stored = STORED
         node = run
         while (parent := node.parent) is not None:
             pins = node.pins
-            if not pins and node.state is stored:
+            if not pins and node.state is STORED:
                 self.num_cached -= node.end - node.start
             node.pins = pins + 1
             node = parent
@@ -604,8 +604,7 @@ class TierIndex:
 
         Stop before the first run that has pages from `start` on and is not stored.
         """
-        stored = STORED
-        node = self._before(content, end)
+        node = begin = self._before(content, end)
         position = node.end
         if position > start:
             last: TierRun | None = None
@@ -613,7 +612,7 @@ class TierIndex:
             while run.end > start:
                 before = run.parent
                 assert before is not None
-                if run.state is not stored:
+                if run.state is not STORED:
                     last = before
                 run = before
             if last is not None:
@@ -627,14 +626,15 @@ class TierIndex:
             stop = child_end if child_end < end else end
             other = child.content
             common = stop if other is content else content.common_pages(other, position, stop)
-            if common > start and child.state is not stored:
+            if common > start and child.state is not STORED:
                 break
             position = common
             if common < child_end:
                 in_part = child
                 break
             node = child
-        self._remember(content, node)
+        if node is not begin:
+            self._remember(content, node)
         return node, position, in_part
 
     def _remember(self, content: Content, node: TierRun) -> None:
@@ -674,7 +674,7 @@ class TierIndex:
         holes = []
         node = deepest
         while node.parent is not None and node.end > start:
-            if node.state is NodeState.HOLE:
+            if node.state is HOLE:
                 holes.append(node)
             node = node.parent
         holes.reverse()
@@ -683,7 +683,7 @@ class TierIndex:
     def _fill(self, run: TierRun, placement: Placement, content: Content) -> Segment:
         """Begin to store the pages of a hole. `content` has them as well, and is of the engine that stores."""
         self.num_holes -= 1
-        run.state = NodeState.COMING
+        run.state = COMING
         if run.writer != self.writer:
             run.writer = self.writer
             run.content = content
@@ -694,7 +694,7 @@ class TierIndex:
     def _add(self, parent: TierRun, content: Content, start: int, end: int) -> TierRun:
         """Add a hole, pinned once, and return it."""
         key = content.key(start)
-        run = TierRun(content, key, start, end, parent, NodeState.HOLE, 1, writer=self.writer)
+        run = TierRun(content, key, start, end, parent, HOLE, 1, writer=self.writer)
         self.num_holes += 1
         if parent.children is None:
             parent.children = {}
@@ -711,7 +711,7 @@ class TierIndex:
         head.writer = run.writer
         head.used_at = run.used_at
         head.is_spilled = run.is_spilled
-        self.num_holes += run.state is NodeState.HOLE
+        self.num_holes += run.state is HOLE
         if run.slots is not None:
             head.slots = run.slots[: at - run.start]
             del run.slots[: at - run.start]
@@ -779,17 +779,17 @@ class TierIndex:
             node.children = None
             node.is_gone = True
             if node is not run:
-                self.num_holes -= node.state is NodeState.HOLE
-            if node.state is NodeState.STORED:
+                self.num_holes -= node.state is HOLE
+            if node.state is STORED:
                 _unlist(node)
                 removed.append(node)
                 if node.pins:
-                    node.state = NodeState.DOOMED
+                    node.state = DOOMED
                 else:
                     self.num_cached -= node.num_pages
                     self.pool.give(node.num_pages, node.slots)
-            elif node.state is NodeState.COMING:
-                node.state = NodeState.DOOMED
+            elif node.state is COMING:
+                node.state = DOOMED
         if self.on_removed is not None:
             for node in removed:
                 self.told_of = node.writer
@@ -800,7 +800,7 @@ class TierIndex:
         self._unlink(run)
         node = run.parent
         while node is not None and node.parent is not None:
-            if node.state is not NodeState.HOLE or node.children or node.pins:
+            if node.state is not HOLE or node.children or node.pins:
                 return
             self._unlink(node)
             node = node.parent
@@ -811,7 +811,7 @@ class TierIndex:
         run.is_gone = True
         if parent.children is not None and parent.children.get(run.key) is run:
             del parent.children[run.key]
-            self.num_holes -= run.state is NodeState.HOLE
+            self.num_holes -= run.state is HOLE
 
     # Inspection -------------------------------------------------------------------------------------------------------
 
@@ -832,7 +832,7 @@ class TierIndex:
 
 
 def _root() -> TierRun:
-    return TierRun(NOTHING, b"", 0, 0, None, NodeState.HOLE)
+    return TierRun(NOTHING, b"", 0, 0, None, HOLE)
 
 
 def _list_before(newer: TierRun, run: TierRun) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
+from typing import Final
 
 from kvarts.core.content import Content
 from kvarts.core.hints import Hints
@@ -48,7 +49,11 @@ class Below(IntEnum):
     FAILED = 3
 
 
-STORED = int(Below.STORED)
+NOT: Final = 0
+COMING: Final = 1
+STORED: Final = 2
+FAILED: Final = 3
+"""The values of Below: numbers that compiled code compares as such."""
 
 
 class Notes:
@@ -156,9 +161,9 @@ class SafeFirst:
 
     # Interface of the tiers -------------------------------------------------------------------------------
 
-    def mark(self, nodes: Iterable[Node], below: Below) -> None:
-        """Record whether a lower tier holds `nodes`. `regroup` must follow."""
-        if below == Below.NOT:
+    def mark(self, nodes: list[Node], below: int) -> None:
+        """Record whether a lower tier holds `nodes`, as a value of Below. `regroup` must follow."""
+        if below == NOT:
             self.covered.clear()
         for node in nodes:
             notes = node.notes
@@ -180,7 +185,9 @@ class SafeFirst:
                 if node in stamps:
                     moving[node] = stamps[node]
         self._toggled = []
-        in_order = sorted(moving, key=lambda node: (moving[node], -node.start))
+        in_order = list(moving)
+        if len(in_order) > 1:
+            in_order.sort(key=lambda node: (moving[node], -node.start))
         now_safe: list[Node] = []
         now_unsafe: list[Node] = []
         for node in in_order:
@@ -230,7 +237,7 @@ class SafeFirst:
     def start_of_unknown(self, node: Node) -> int:
         """Return the start of the unstored stretch that ends with `node`: all its runs are `Below.NOT`."""
         start = node.start
-        while node.start and _before(node).below == Below.NOT:
+        while node.start and _before(node).below == NOT:
             node = _before(node).first
             start = node.start
         return start
