@@ -45,7 +45,7 @@ class SafeFirstMachine(CacheMachine):
         if match.nodes and by_pointer:
             last = match.nodes[-1]
             one = data.draw(st.sampled_from(last.duplicates or [last]))
-            match = Match(match.content, self.order.path_to(one, match.num_pages), match.num_pages, 0)
+            match = Match(match.content, self.order.path_to(one, 0, match.num_pages), match.num_pages, 0)
         return hold_found(self.cache, match, start)
 
     @precondition(lambda self: self.transfers)

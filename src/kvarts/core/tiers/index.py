@@ -253,9 +253,19 @@ class TierIndex:
     def missing(self, content: Content, start: int, end: int) -> int:
         """Return how many of the pages [start, end) are neither stored nor coming."""
         num_missing = end - start
-        for run, before, position in self._path(content, start, end):
+        node = self._before(content, start)
+        position = node.end
+        while position < end and node.children:
+            run = node.children.get(content.key(position))
+            if run is None:
+                break
+            first, last = position, run.end
+            position = content.common_pages(run.content, first, last if last < end else end)
             if position > start and run.state is not HOLE:
-                num_missing -= position - (before if before > start else start)
+                num_missing -= position - (first if first > start else start)
+            if position < last:
+                break
+            node = run
         return num_missing
 
     def absent(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:

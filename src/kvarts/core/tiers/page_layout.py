@@ -52,10 +52,10 @@ class Marks:
         order = self._order
         if not self.removed or order is None:
             return
+        num_found = self._cache.tree.num_found
         for content, start, end in self.removed:
-            match = self._cache.match(content, end)
-            if match.num_pages > start:
-                self._mark_match(match, start, below)
+            if num_found(content, end) > start:
+                self._mark_match(self._cache.match(content, end), start, below)
                 if len(self.tiers) > 1:
                     self.mark_held(content, start, end)
         self.removed.clear()
@@ -263,12 +263,10 @@ class PageLayout(Layout[MemoryTier]):
         first = self.tiers[0]
         num_refused = first.num_refused
         policy = self._policy
-        path, end = policy.path(content, end, where)
+        deepest_first = policy.stores_deepest_first and room >= end - start
+        path, start, end = policy.path(content, start, end, where, room)
         if self._may_pass_through and self._passes_through(end):
             start = self._pass_through(content, start, end, room)
-        deepest_first = policy.stores_deepest_first
-        if room < end - start:
-            start, deepest_first = policy.first_wanted(start, where), False
         if self._duplicates is not None and len(self._duplicates):
             self._duplicates.make_room(min(room, first.missing(content, start, end)))
             self._marks.unmark_removed(NOT)  # when they near eviction, they are stored again
@@ -288,7 +286,7 @@ class PageLayout(Layout[MemoryTier]):
         parts = [self._cache.hold(path, segment.start, segment.end) for segment in store.segments]
         if order is not None:
             for part in parts:
-                self._marks.mark_part(part, COMING)
+                order.mark(part.runs, COMING)
         return store, parts, end
 
     def _passes_through(self, num_pages: int) -> bool:

@@ -32,6 +32,7 @@ from kvarts.core.kv.eviction import (
     Node,
     NoteRequest,
     Path,
+    TreeWatcher,
     as_list,
     noter_of,
     ranges_read_by,
@@ -135,7 +136,7 @@ class Covered:
             self.num_pages -= num_pages
 
 
-class SafeFirst:
+class SafeFirst(EvictionOrder, TreeWatcher):
     """Two orders made by `make`: one for the safe runs, and one for the rest. An EvictionOrder and a TreeWatcher.
 
     A tree gets it as both, or only as its watcher if the tree's order is another one that wraps it. Runs that change
@@ -218,12 +219,15 @@ class SafeFirst:
         below: int = node.notes.below
         return below
 
-    def path_to(self, node: Node, end: int) -> Path:
-        """Return the runs with the pages before page `end`, along the path to `node`.
-
-        The last one may reach beyond.
-        """
-        path = [each for each in self.up_from(node) if each.start < end]
+    def path_to(self, node: Node, start: int, end: int) -> Path:
+        """Return the runs with pages [start, end), along the path to `node`. Those at both ends may reach beyond."""
+        path: Path = []
+        while node.end > start:
+            if node.start < end:
+                path.append(node)
+            if not node.start:
+                break
+            node = _before(node).first
         path.reverse()
         return path
 

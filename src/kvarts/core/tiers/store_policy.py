@@ -235,19 +235,15 @@ class EagerPolicy:
         """Want no pages of `content` any more: all that the device has are stored or coming, or there is no room."""
         del self._wanted[content.owner]
 
-    def first_wanted(self, start: int, where: BlockTable) -> int:
-        """Return `start`, the first page to store if the channel is behind: earlier ones are being stored already."""
-        return start
-
-    def path(self, content: Content, end: int, where: BlockTable) -> tuple[Path, int]:
-        """Return the runs with the first `end` pages, and how many of these the device has. The last may reach beyond.
+    def path(self, content: Content, start: int, end: int, where: BlockTable, room: int) -> tuple[Path, int, int]:
+        """Return the runs with pages [start, end), and these as far as the device has them. The last may reach beyond.
 
         They are those of the request, or, if it has ended since, those that are found.
         """
         if where.path:
-            return where.path, end
+            return where.path, start, end
         match = self._cache.match(content, end)
-        return match.nodes, match.num_pages
+        return match.nodes, start, match.num_pages
 
     @property
     def has_work(self) -> bool:
@@ -318,13 +314,14 @@ class LazyPolicy:
     def tried(self, content: Content) -> None:
         """Do nothing: what is not stored is chosen again while it is unsafe."""
 
-    def first_wanted(self, start: int, where: Node) -> int:
-        """Return the start of the unstored stretch that reaches `start`."""
-        return min(start, self._order.start_of_unknown(where))
+    def path(self, content: Content, start: int, end: int, where: Node, room: int) -> tuple[Path, int, int]:
+        """Return the runs with pages [start, end) up to the chosen one, and these pages.
 
-    def path(self, content: Content, end: int, where: Node) -> tuple[Path, int]:
-        """Return the path to the chosen run."""
-        return self._order.path_to(where, end), end
+        Without `room` for all, they begin where the unstored stretch begins that reaches `start`.
+        """
+        if room < end - start:
+            start = min(start, self._order.start_of_unknown(where))
+        return self._order.path_to(where, start, end), start, end
 
     def pages_to_spare(self) -> int | None:
         """Return how many pages can be taken while the target stays covered; None if it is not covered now."""
