@@ -139,7 +139,11 @@ TIERS = [
         SESSIONS,
         f"--pages 250 {EXPLICIT} --host-pages 400 --set offload.disk_pages=900 --max-seqs 16 --offload exclusive",
     ),
-    ("exclusive-replicas", "slice.jsonl", f"--pages 4000 {EXPLICIT} --host-pages 4000 --replicas 2 --offload exclusive"),
+    (
+        "exclusive-replicas",
+        "slice.jsonl",
+        f"--pages 4000 {EXPLICIT} --host-pages 4000 --replicas 2 --offload exclusive",
+    ),
     ("exclusive-priorities", PRIORITIES, f"--pages 120 {EXPLICIT} --host-pages 200 --max-seqs 8 --offload exclusive"),
     (
         "given-up",

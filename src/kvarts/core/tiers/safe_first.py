@@ -21,7 +21,6 @@ When a run becomes findable, the tiers are asked whether they have its pages: th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import IntEnum
 from typing import Final
 
 from kvarts.core.content import Content
@@ -38,23 +37,15 @@ from kvarts.core.kv.eviction import (
     ranges_read_by,
 )
 
-__all__ = ["Below", "SafeFirst"]
-
-
-class Below(IntEnum):
-    """Whether a lower tier holds a run. `FAILED`: it did, or was to, and does not; that is not tried again."""
-
-    NOT = 0
-    COMING = 1
-    STORED = 2
-    FAILED = 3
+__all__ = ["COMING", "FAILED", "NOT", "STORED", "SafeFirst"]
 
 
 NOT: Final = 0
 COMING: Final = 1
 STORED: Final = 2
 FAILED: Final = 3
-"""The values of Below: numbers that compiled code compares as such."""
+"""Whether a lower tier holds a run: numbers, since compiled code compares members of an enum as objects. FAILED: it
+did, or was to, and does not; that is not tried again."""
 
 
 class Notes:
@@ -163,7 +154,7 @@ class SafeFirst(EvictionOrder, TreeWatcher):
     # Interface of the tiers -------------------------------------------------------------------------------
 
     def mark(self, nodes: list[Node], below: int) -> None:
-        """Record whether a lower tier holds `nodes`, as a value of Below. `regroup` must follow."""
+        """Record whether a lower tier holds `nodes`, as one of NOT, COMING, STORED and FAILED. `regroup` must follow."""
         if below == NOT:
             self.covered.clear()
         for node in nodes:
@@ -215,7 +206,7 @@ class SafeFirst(EvictionOrder, TreeWatcher):
         return self.covered.others(self._rest)
 
     def below(self, node: Node) -> int:
-        """Return whether a lower tier holds `node`, as a value of Below."""
+        """Return whether a lower tier holds `node`, as one of NOT, COMING, STORED and FAILED."""
         below: int = node.notes.below
         return below
 
@@ -239,7 +230,7 @@ class SafeFirst(EvictionOrder, TreeWatcher):
             yield node
 
     def start_of_unknown(self, node: Node) -> int:
-        """Return the start of the unstored stretch that ends with `node`: all its runs are `Below.NOT`."""
+        """Return the start of the unstored stretch that ends with `node`: all its runs are NOT."""
         start = node.start
         while node.start and _before(node).below == NOT:
             node = _before(node).first

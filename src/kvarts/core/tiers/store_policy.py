@@ -342,7 +342,7 @@ class LazyPolicy:
                 break
             start, end = node.start, node.end
             if node.notes.below:
-                # Most runs are stored or coming (`below` is not Below.NOT).
+                # Most runs are stored or coming (`below` is not NOT).
                 num_covered += end - start
                 continue
             content = node.content
