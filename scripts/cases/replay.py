@@ -91,6 +91,7 @@ SLOW_DISK = (
     "--set offload.disk_read=1GB/s --set offload.disk_write=400MB/s "
     "--set offload.disk_latency_us=900 --set offload.latency_us=40"
 )
+GROUPS = "--page-size 16 --model gemma-3-27b --device h100-80gb --kv-memory 2GiB --host-memory 8GiB --max-seqs 32"
 TIERS = [
     ("eager", "slice.jsonl", f"--pages 6000 {EXPLICIT} --host-pages 30000 {EAGER}"),
     (
@@ -154,8 +155,7 @@ TIERS = [
         (
             f"groups-{policy}",
             "chat-200.csv",
-            "--page-size 16 --model gemma-3-27b --device h100-80gb --kv-memory 2GiB --host-memory 8GiB --max-seqs 32"
-            f" --offload {policy}",
+            f"{GROUPS} --offload {policy}",
         )
         for policy in ("eager", "lazy", "exclusive")
     ],

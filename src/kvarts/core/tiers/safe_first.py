@@ -154,7 +154,7 @@ class SafeFirst(EvictionOrder, TreeWatcher):
     # Interface of the tiers -------------------------------------------------------------------------------
 
     def mark(self, nodes: list[Node], below: int) -> None:
-        """Record whether a lower tier holds `nodes`, as one of NOT, COMING, STORED and FAILED. `regroup` must follow."""
+        """Record whether a lower tier holds `nodes`: `below` is NOT, COMING, STORED or FAILED. Then call `regroup`."""
         if below == NOT:
             self.covered.clear()
         for node in nodes:
