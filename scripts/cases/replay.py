@@ -91,6 +91,7 @@ SLOW_DISK = (
     "--set offload.disk_read=1GB/s --set offload.disk_write=400MB/s "
     "--set offload.disk_latency_us=900 --set offload.latency_us=40"
 )
+GROUPS = "--page-size 16 --model gemma-3-27b --device h100-80gb --kv-memory 2GiB --host-memory 8GiB --max-seqs 32"
 TIERS = [
     ("eager", "slice.jsonl", f"--pages 6000 {EXPLICIT} --host-pages 30000 {EAGER}"),
     (
@@ -133,6 +134,31 @@ TIERS = [
         "slice.jsonl",
         f"--pages 6000 {EXPLICIT} --host-pages 30000 --set offload.disk_pages=50000 --concurrency 32",
     ),
+    ("exclusive", "slice.jsonl", f"--pages 6000 {EXPLICIT} --host-pages 9000 --offload exclusive"),
+    (
+        "exclusive-disk",
+        SESSIONS,
+        f"--pages 250 {EXPLICIT} --host-pages 400 --set offload.disk_pages=900 --max-seqs 16 --offload exclusive",
+    ),
+    (
+        "exclusive-replicas",
+        "slice.jsonl",
+        f"--pages 4000 {EXPLICIT} --host-pages 4000 --replicas 2 --offload exclusive",
+    ),
+    ("exclusive-priorities", PRIORITIES, f"--pages 120 {EXPLICIT} --host-pages 200 --max-seqs 8 --offload exclusive"),
+    (
+        "given-up",
+        "slice.jsonl",
+        f"--pages 3000 {EXPLICIT} --host-pages 9000 --offload lazy --set client_timeout_s=20 --set retries=1",
+    ),
+    *[
+        (
+            f"groups-{policy}",
+            "chat-200.csv",
+            f"{GROUPS} --offload {policy}",
+        )
+        for policy in ("eager", "lazy", "exclusive")
+    ],
 ]
 
 # TOML: what no option says, and forms that only a file has.

@@ -181,3 +181,6 @@ class CacheMachine(RuleBasedStateMachine):
         ]
         assert in_order == [page.name for page in model.in_order()]
         assert evicted_names(self.events) == model.evicted
+        for content in self.contents():
+            for limit in (content.num_known_pages, content.num_known_pages + 3):
+                assert cache.tree.num_found(content, limit) == len(model.lookup(self.names(content, limit)))

@@ -19,10 +19,10 @@ import numpy as np
 from kvarts.base.errors import ConfigError
 from kvarts.base.limits import LATEST_NS, MOST_MS, TooLateError, check_number
 from kvarts.core.executor import CostModel, are_many, whole_ns
-from kvarts.core.sched.plan import Batch, Chunk
+from kvarts.core.sched.plan import Batch
 from kvarts.cost.mocker_formula import MockerTimes, mocker_decode_ns, mocker_step_ns
 
-__all__ = ["CallableCost", "LinearCost", "PolynomialCost", "PrefillCost", "ScaledCost"]
+__all__ = ["CallableCost", "LinearCost", "PolynomialCost", "ScaledCost"]
 
 
 class PolynomialCost(msgspec.Struct, frozen=True, tag_field="model", tag="polynomial"):
@@ -146,21 +146,3 @@ class ScaledCost:
 
     def __repr__(self) -> str:
         return f"{self._cost!r} times {self._factor:g}"
-
-
-class PrefillCost:
-    """Times to compute prompts by `cost`, in steps of `token_budget` tokens with no other work."""
-
-    def __init__(self, cost: CostModel, *, token_budget: int, pool_tokens: int) -> None:
-        self._step_ns = cost.step_ns
-        self._token_budget = token_budget
-        self._pool_tokens = pool_tokens
-
-    def prefill_ns(self, start: int, end: int) -> int:
-        """Return the total duration of the steps that compute tokens [start, end) of a sequence."""
-        duration_ns = 0
-        while start < end:
-            num_tokens = min(self._token_budget, end - start)
-            duration_ns += self._step_ns(Batch((Chunk(start, num_tokens, end, end),), 0, 0, self._pool_tokens))
-            start += num_tokens
-        return duration_ns

@@ -8,9 +8,9 @@ from mypy_extensions import mypyc_attr
 
 from kvarts.core.events import PerStep
 from kvarts.core.executor import CostModel
-from kvarts.core.sched.plan import StepPlan, StepResult
+from kvarts.core.sched.plan import Batch, Chunk, StepPlan, StepResult
 
-__all__ = ["LeapTimes", "SimExecutor"]
+__all__ = ["LeapTimes", "PrefillCost", "SimExecutor"]
 
 
 class LeapTimes:
@@ -74,3 +74,21 @@ class SimExecutor:
         """Return the duration of the step."""
         batch = plan.batch
         return StepResult(self.batch_ns(batch) if batch.num_decodes or batch.chunks else 0)
+
+
+class PrefillCost:
+    """Times to compute prompts by `cost`, in steps of `token_budget` tokens with no other work."""
+
+    def __init__(self, cost: CostModel, *, token_budget: int, pool_tokens: int) -> None:
+        self._step_ns = cost.step_ns
+        self._token_budget = token_budget
+        self._pool_tokens = pool_tokens
+
+    def prefill_ns(self, start: int, end: int) -> int:
+        """Return the total duration of the steps that compute tokens [start, end) of a sequence."""
+        duration_ns = 0
+        while start < end:
+            num_tokens = min(self._token_budget, end - start)
+            duration_ns += self._step_ns(Batch((Chunk(start, num_tokens, end, end),), 0, 0, self._pool_tokens))
+            start += num_tokens
+        return duration_ns

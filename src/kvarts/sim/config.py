@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvarts.core.kv.groups import GroupMemory, PartGroup
     from kvarts.core.sched.policy import AdmissionPolicy
     from kvarts.core.sched.running import Running
-    from kvarts.core.tiers.channel import TierSpec
+    from kvarts.core.tiers.config import TierSpec
     from kvarts.core.tiers.hicache import HostMemory, HostStorage
     from kvarts.cost.roofline_settings import HeldOut
     from kvarts.sim.traffic.source import Source

@@ -14,8 +14,7 @@ from msgspec import structs
 from kvarts.core.build import Planning, Storage, Watching, build_engine, preparation_of
 from kvarts.core.event_log import EventReader
 from kvarts.core.executor import CostModel
-from kvarts.cost.polynomial import PrefillCost
-from kvarts.cost.simulated import SimExecutor
+from kvarts.cost.simulated import PrefillCost, SimExecutor
 from kvarts.proof.audit.opening import audit_of
 from kvarts.sim.arrivals import Arrivals, SessionsKept
 from kvarts.sim.config import ReplayConfig

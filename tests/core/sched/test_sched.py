@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import count
+from itertools import accumulate, count
 from typing import cast
 
 import pytest
@@ -60,6 +61,8 @@ def test_the_wheel_knows_pages_and_ends(page_size: int, joins: list[tuple[int, i
         assert wheel.steps_to_finish() == min(num_left for _, _, num_left in left.values())
         due = [sum((computed + step) % page_size == 0 for _, computed, _ in left.values()) for step in range(num_steps)]
         assert wheel.pages_due_by_step(num_steps) == due
+        for num_pages in range(sum(due) + 2):
+            assert wheel.steps_within(num_pages, num_steps) == bisect_right(list(accumulate(due)), num_pages)
         by_slot = wheel.pages_due_in(num_steps)
         assert (len(by_slot), list(by_slot), by_slot.total) == (num_steps, due, sum(due))
         assert wheel.pages_due() == due[0]

@@ -11,7 +11,7 @@ from kvarts.core.kv.tree import PrefixTree
 from kvarts.core.tiers.config import OffloadConfig
 from kvarts.core.tiers.index import NodeState, TierIndex
 from kvarts.core.tiers.opening import open_offloader
-from kvarts.core.tiers.safe_first import Below, SafeFirst
+from kvarts.core.tiers.safe_first import STORED, SafeFirst
 
 NS_PER_MS = 1_000_000
 
@@ -61,7 +61,7 @@ def evictions(safe_first: SafeFirst | None) -> list[tuple[int, int]]:
     if safe_first is not None:
         for content, start, end in ((a, 1, 2), (b, 0, 2)):
             path = tree.cut(tree.match(content, content.num_known_tokens))
-            safe_first.mark(tree.isolate(path, start, end), Below.STORED)
+            safe_first.mark(tree.isolate(path, start, end), STORED)
             safe_first.regroup()
         assert safe_first.num_safe == 2
     for _ in range(3):

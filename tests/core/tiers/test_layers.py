@@ -11,8 +11,7 @@ from kvarts.core.config import EngineConfig
 from kvarts.core.events import Admitted, ChunkComputed, Event, LoadStarted, LoadUsed, StepDone, TransferEnded
 from kvarts.core.sched.plan import Batch
 from kvarts.core.tiers.config import OffloadConfig
-from kvarts.cost.polynomial import PrefillCost
-from kvarts.cost.simulated import SimExecutor
+from kvarts.cost.simulated import PrefillCost, SimExecutor
 from kvarts.proof.audit.ledger import AuditError
 from kvarts.sim.config import make_config
 from kvarts.sim.replaying import replay

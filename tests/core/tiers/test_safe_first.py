@@ -17,7 +17,7 @@ from kvarts.core.kv.pool import CountPool
 from kvarts.core.kv.tree import PrefixTree
 from kvarts.core.tiers.config import OffloadConfig
 from kvarts.core.tiers.opening import open_offloader
-from kvarts.core.tiers.safe_first import Below, SafeFirst
+from kvarts.core.tiers.safe_first import NOT, STORED, SafeFirst
 from kvarts.testing import EvictionOrderContract, drive, hold_found
 
 from builders.cache_machine import CacheMachine
@@ -45,7 +45,7 @@ class SafeFirstMachine(CacheMachine):
         if match.nodes and by_pointer:
             last = match.nodes[-1]
             one = data.draw(st.sampled_from(last.duplicates or [last]))
-            match = Match(match.content, self.order.path_to(one, match.num_pages), match.num_pages, 0)
+            match = Match(match.content, self.order.path_to(one, 0, match.num_pages), match.num_pages, 0)
         return hold_found(self.cache, match, start)
 
     @precondition(lambda self: self.transfers)
@@ -56,7 +56,7 @@ class SafeFirstMachine(CacheMachine):
             transfer = data.draw(st.sampled_from(self.transfers))
             if any(page.orphans is not None for page in transfer.pages):
                 continue
-            below = data.draw(st.sampled_from([Below.NOT, Below.STORED, Below.STORED]))
+            below = data.draw(st.sampled_from([NOT, STORED, STORED]))
             start, end = sorted(data.draw(st.integers(0, len(transfer.pages))) for _ in range(2))
             first = transfer.held.start
             self.order.mark(self.cache.tree.isolate(transfer.held.runs, first + start, first + end), below)
@@ -71,7 +71,7 @@ class SafeFirstMachine(CacheMachine):
     def store_at_once(self, data: st.DataObject, limit: int) -> None:
         content = data.draw(st.sampled_from(self.closed))
         tree, match = self.cache.tree, self.cache.match(content, limit)
-        self.order.mark(tree.isolate(tree.cut(match), 0, match.num_pages), Below.STORED)
+        self.order.mark(tree.isolate(tree.cut(match), 0, match.num_pages), STORED)
         self.order.regroup()
         self.stored.update(page.name for page in self.model.lookup(self.names(content, limit)) if page.name)
         self.model.settle()
@@ -121,14 +121,14 @@ def test_what_is_below_is_known_whatever_comes_back_to_the_device(
     drive(cache, seed, 300, after=after, transfers=offloader.holds)
     assert offloader.counts.num_stores > 0
     marked = [(node, order.below(node)) for node in cache.tree.nodes()]
-    marked = [(node, below) for node, below in marked if below in (Below.NOT, Below.STORED)]
-    assert {below for _, below in marked} == {Below.NOT, Below.STORED}
+    marked = [(node, below) for node, below in marked if below in (NOT, STORED)]
+    assert {below for _, below in marked} == {NOT, STORED}
     for node, below in marked:  # a wrong mark of any run is noticed
-        order.mark([node], Below.STORED if below == Below.NOT else Below.NOT)
+        order.mark([node], STORED if below == NOT else NOT)
         order.regroup()
         with pytest.raises(AssertionError, match="L4"):
             offloader.check()
-        order.mark([node], Below(below))
+        order.mark([node], below)
         order.regroup()
         offloader.check()
 
@@ -141,11 +141,11 @@ def test_a_run_that_is_split_while_it_waits_to_move_moves_with_all_its_parts() -
     table = cache.open(cache.match(content, 3))
     cache.grow(table, 3)
     cache.close(table, 3, 3)
-    order.mark(tree.isolate(tree.cut(cache.match(content, 3)), 0, 3), Below.STORED)
+    order.mark(tree.isolate(tree.cut(cache.match(content, 3)), 0, 3), STORED)
     order.regroup()
     held = hold_found(cache, cache.match(content, 3))
-    order.mark(tree.isolate(held.runs, 2, 3), Below.NOT)
-    order.mark(tree.isolate(held.runs, 0, 1), Below.NOT)
+    order.mark(tree.isolate(held.runs, 2, 3), NOT)
+    order.mark(tree.isolate(held.runs, 0, 1), NOT)
     order.regroup()
     cache.check([], [held])
     assert [(node.start, node.end) for node in order.unsafe_nodes()] == [(2, 3), (1, 2), (0, 1)]

@@ -16,7 +16,8 @@ from kvarts.core.kv.groups import PartGroup
 from kvarts.core.tiers.config import OffloadConfig
 from kvarts.core.tiers.links import PeerLinks
 from kvarts.core.tiers.peers import PeerMemory
-from kvarts.cost.polynomial import LinearCost, PrefillCost
+from kvarts.cost.polynomial import LinearCost
+from kvarts.cost.simulated import PrefillCost
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.fleet import replay as fleet_replay
 from kvarts.sim.fleet.config import FleetConfig, ModelPools, PoolConfig, StoreSettings

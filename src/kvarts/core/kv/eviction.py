@@ -41,8 +41,9 @@ class Node:
 
     `key` names its first page among its siblings. `refs`: how many paths hold the run; at 0 it is listed for eviction.
     `holds`: how many transfers do; with both at 0 the run is cached. `pins`: how many of the paths keep it for later.
-    `is_orphan`: it has left the tree, and a transfer still holds it. `children` is by their keys, and one dict for all
-    duplicates. `page_ids` is None where pages are only counted. A root has neither content nor key.
+    `is_gone`: it has left the tree. `is_orphan`: it has, and a transfer still holds it. `children` is by their keys,
+    and one dict for all duplicates. `page_ids` is None where pages are only counted. A root has neither content nor
+    key.
 
     `place` belongs to the eviction order: its state of the run, whether the run is referenced or not. It is None for a
     new run, and only such a run grows; the parts of a split run share it. `older` and `newer` are links for an order
@@ -56,6 +57,7 @@ class Node:
         "duplicates",
         "end",
         "holds",
+        "is_gone",
         "is_orphan",
         "key",
         "newer",
@@ -95,7 +97,7 @@ class Node:
         self.pins = 0
         self.place: Any = None
         self.notes: Any = None
-        self.is_orphan = False
+        self.is_orphan = self.is_gone = False
 
     @property
     def group(self) -> int:

@@ -23,6 +23,7 @@ can be evicted, whatever is held.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from kvarts.core.content import NOTHING, Content
 from kvarts.core.event_log import Emit
@@ -32,6 +33,9 @@ from kvarts.core.kv.eviction import EvictionOrder, Node, Path, PinnedPages, Tree
 from kvarts.core.kv.pool import PageId
 
 __all__ = ["Node", "Path", "PrefixTree"]
+
+NUM_WALKS: Final = 256
+"""How many walks of `num_found` are remembered: a power of two."""
 
 
 class PrefixTree:
@@ -59,6 +63,8 @@ class PrefixTree:
         """The first of the pages that became findable, or whose first copy was evicted, since this was set."""
         self._watcher = watcher
         self._roots: dict[str | None, Node] = {}
+        self._walked: dict[int, tuple[Content, Node, int]] = {}
+        """Where walks of `num_found` have ended: a content, a run, and its end, up to which all pages are equal."""
 
     # Finding ----------------------------------------------------------------------------------------------
 
@@ -90,6 +96,36 @@ class PrefixTree:
                 break
             node = child
         return Match(content, nodes, position, num_shared)
+
+    def num_found(self, content: Content, limit: int) -> int:
+        """Return how many pages `match` finds: less work where that is all to be known."""
+        if self.on_read is not None:
+            self.on_read()
+        node: Node | None = None
+        position = 0
+        slot = content.owner & (NUM_WALKS - 1)
+        walked = self._walked.get(slot)
+        if walked is not None and walked[0] is content and not walked[1].is_gone:
+            last, end = walked[1], walked[2]
+            if limit <= last.end and limit <= end:
+                return limit
+            if last.end <= end:  # else it has grown, by pages that may be others
+                node, position = last, last.end
+        if node is None:
+            node = self._roots.get(content.salt)
+        whole: Node | None = None
+        while node is not None and position < limit and node.children:
+            child = node.children.get(content.key(position))
+            if child is None:
+                break
+            end = child.end if child.end < limit else limit
+            position = content.common_pages(child.content, position, end)
+            if position < child.end:
+                break
+            node = whole = child
+        if whole is not None and whole.end <= content.num_known_pages:
+            self._walked[slot] = content, whole, whole.end
+        return position
 
     def has(self, content: Content, page: int) -> bool:
         """Return whether `page` of `content` is resident, and thus all pages before it."""
@@ -144,16 +180,18 @@ class PrefixTree:
     def hold_pages(self, pages: PinnedPages) -> None:
         """Protect `pages`, in all their copies, from eviction until `unhold`; each keeps its place."""
         for node in pages.nodes():
-            if node.duplicates is None and node.refs:
-                node.holds += 1
-                continue
-            for copy in node.duplicates or (node,):
-                if not (copy.refs or copy.holds):
-                    self.num_cached -= copy.end - copy.start
-                    copy.holds = 1
-                    self.order.held(copy)
-                else:
-                    copy.holds += 1
+            if node.duplicates is None:
+                self._hold(node)
+            else:
+                for copy in node.duplicates:
+                    self._hold(copy)
+
+    def _hold(self, node: Node) -> None:
+        holds = node.holds
+        node.holds = holds + 1
+        if not (node.refs or holds):
+            self.num_cached -= node.end - node.start
+            self.order.held(node)
 
     def keep(self, path: Path) -> int:
         """Record that `path`, which is pinned, is kept for later; return how many of its pages were not kept before."""
@@ -176,18 +214,24 @@ class PrefixTree:
 
     def unhold(self, pages: PinnedPages) -> list[Node]:
         """End a `hold_pages`; return the orphans that nothing holds any more, whose pages must be freed."""
-        orphans = []
+        orphans: list[Node] = []
         for node in pages.nodes():
-            for copy in node.duplicates or (node,):
-                assert copy.holds > 0, f"{copy} was let go more often than it was held"
-                copy.holds -= 1
-                if not (copy.refs or copy.holds):
-                    if copy.is_orphan:
-                        orphans.append(copy)
-                        continue
-                    self.num_cached += copy.end - copy.start
-                    self.order.unheld(copy)
+            if node.duplicates is None:
+                self._unhold(node, orphans)
+            else:
+                for copy in node.duplicates:
+                    self._unhold(copy, orphans)
         return orphans
+
+    def _unhold(self, node: Node, orphans: list[Node]) -> None:
+        holds = node.holds = node.holds - 1
+        assert holds >= 0, f"{node} was let go more often than it was held"
+        if not (node.refs or holds):
+            if node.is_orphan:
+                orphans.append(node)
+                return
+            self.num_cached += node.end - node.start
+            self.order.unheld(node)
 
     def extend(self, path: Path, content: Content, end: int, page_ids: list[PageId] | None) -> None:
         """Make the pages from the end of `path` to `end` findable; the holder of `path` references them.
@@ -393,7 +437,7 @@ class PrefixTree:
         copies = node.duplicates or [node]
         for copy in copies:
             self.order.removed(copy)
-            copy.is_orphan = True
+            copy.is_orphan = copy.is_gone = True
         parent = node.parent
         assert parent is not None and parent.children is not None
         del parent.children[node.key]
@@ -418,11 +462,13 @@ class PrefixTree:
         assert parent is not None and parent.children is not None
         tail_key = first.content.key(at)
         children = {tail_key: first}
-        heads = []
+        heads: list[Node] = []
         for tail in tails:
             head = Node(tail.content, tail.key, tail.start, at, tail.refs, tail.parent, children)
             heads.append(head)
-            head.holds, head.pins, head.place, head.notes = tail.holds, tail.pins, tail.place, tail.notes
+            head.holds, head.pins = tail.holds, tail.pins
+            head.place = tail.place
+            head.notes = tail.notes
             if tail.page_ids is not None:
                 cut = at - tail.start
                 head.page_ids = tail.page_ids[:cut]
@@ -434,12 +480,13 @@ class PrefixTree:
         if len(heads) > 1:
             for head in heads:
                 head.duplicates = heads
-        for head, tail in zip(heads, tails, strict=True):
+        for index in range(len(tails)):
+            tail = tails[index]
             if tail.refs == 0:
-                self.order.split(head, tail)  # deeper pages are evicted first
+                self.order.split(heads[index], tail)  # deeper pages are evicted first
         if self._watcher is not None:
             self._watcher.divided(heads, tails)
-        return heads[tails.index(node)]
+        return heads[0] if first is node else heads[tails.index(node)]
 
     def _add_twin(self, first_copy: Node, content: Content, end: int, parent: Node) -> Node:
         """Add a copy of the part of the run that it has in common with `content` up to `end`."""
@@ -461,6 +508,7 @@ class PrefixTree:
     def _remove(self, node: Node) -> None:
         """Remove a whole unreferenced run from the order and from the tree."""
         self.order.removed(node)
+        node.is_gone = True
         duplicates = node.duplicates
         parent = node.parent
         assert parent is not None and parent.children is not None

@@ -14,9 +14,7 @@ that it computed.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable
-from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from kvarts.base.limits import MOST_COUNT
@@ -574,4 +572,4 @@ class Batches:
         if self._page_size == 1:
             return max(0, min(num_steps, num_empty // wheel.num_decoding + 1))
         most = min(num_steps, self._page_size * (max(0, num_empty) // wheel.num_decoding + 1))
-        return bisect_right(list(accumulate(wheel.pages_due_by_step(most))), num_empty)
+        return wheel.steps_within(num_empty, most) if num_empty >= 0 else 0

@@ -18,9 +18,7 @@ and the sum over steps is not computed.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection
-from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from kvarts.core.events import Blocked
@@ -143,7 +141,7 @@ class Horizon:
                 return 0
             num_free = min(num_free, num_to_spare)
         if most_pages > num_free:
-            num_steps = self._steps_within(num_free, num_steps)
+            num_steps = wheel.steps_within(num_free, num_steps)
         return num_steps
 
     def _can_leap(self, blocked: Blocked, num_wanted: int) -> bool:
@@ -159,9 +157,3 @@ class Horizon:
         if num_wanted <= num_left + self._pages.num_lent():
             return False
         return not running.num_sharing or cache.decodes is None or not cache.decodes.fills_known_page()
-
-    def _steps_within(self, num_free: int, num_steps: int) -> int:
-        """Return how many of the next `num_steps` steps `num_free` pages suffice for."""
-        due = list(accumulate(self._running.wheel.pages_due_by_step(self._page_size)))  # and again in each turn
-        turns, num_left = divmod(num_free, due[-1]) if due[-1] else (num_steps, 0)
-        return min(num_steps, turns * self._page_size + bisect_right(due, num_left))

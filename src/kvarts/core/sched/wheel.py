@@ -18,6 +18,7 @@ Then the wheel is at step 6, and A has `wheel_base` 8 + 6 = 14 computed tokens a
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
@@ -270,6 +271,26 @@ class DecodeWheel:
             return due[first:last]
         turns = due[first:] + due * ((last - size) // size)
         return turns + due[: num_steps - len(turns)]
+
+    def steps_within(self, num_pages: int, most: int) -> int:
+        """Return for how many of the next `most` steps `num_pages` pages suffice."""
+        due, size = self._num_due, self.page_size
+        total = sum([due[slot] for slot in self._slots_due])
+        if not total:
+            return most
+        num_steps = num_pages // total * size
+        if num_steps >= most:
+            return most
+        num_left = num_pages % total
+        first = self.step % size
+        slots = sorted(self._slots_due)
+        place = bisect_left(slots, first)
+        for slot in slots[place:] + slots[:place]:
+            num_left -= due[slot]
+            if num_left < 0:
+                num_steps += slot - first if slot >= first else slot - first + size
+                break
+        return num_steps if num_steps < most else most
 
     def pages_due_in(self, num_steps: int) -> PagesDue:
         """Return the same by the slots in which pages are due, however many steps there are."""

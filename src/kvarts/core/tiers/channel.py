@@ -6,17 +6,18 @@ choices.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
-import msgspec
+from mypy_extensions import mypyc_attr
 
 from kvarts.base.limits import LATEST_NS, TooLateError
 
-__all__ = ["Channel", "ChannelSpec", "MeasuredChannel", "MeasuredPrefill", "TierSpec"]
+__all__ = ["Channel", "MeasuredChannel", "MeasuredPrefill"]
 
-NS_PER_S = 1_000_000_000
+NS_PER_S: Final = 1_000_000_000
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Channel:
     """Carries transfers one after the other, in the order in which they were submitted, while the device computes.
 
@@ -79,29 +80,7 @@ class Channel:
         return self._free_ns
 
 
-class ChannelSpec(msgspec.Struct, frozen=True):
-    """One direction of a connection: a latency, added to every transfer, and a bandwidth."""
-
-    name: str
-    bytes_per_s: int
-    latency_us: float
-
-    def open(self, make: type[Channel] = Channel) -> Channel:
-        """Return a new channel."""
-        return make(self.name, latency_us=self.latency_us, bytes_per_s=self.bytes_per_s)
-
-
-class TierSpec(msgspec.Struct, frozen=True):
-    """One tier. `write`: the channel to it. `is_files`: its pages are addressed by keys and outlive the process."""
-
-    name: str
-    num_pages: int
-    write: ChannelSpec
-    read: ChannelSpec
-    is_files: bool = False
-
-
-KEPT = 0.9
+KEPT: Final = 0.9
 """The weight that earlier measurements keep after each new one."""
 
 

@@ -24,14 +24,14 @@ from kvarts.base.settings import Section, SettingError, setting
 from kvarts.base.units import meant_size, parse_bytes, parse_rate
 from kvarts.core.kv.transfer import LoadKv
 from kvarts.core.parts.combines import check_combination
-from kvarts.core.tiers.channel import ChannelSpec, TierSpec
+from kvarts.core.tiers.channel import Channel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kvarts.core.kv.groups import GroupMemory
 
-__all__ = ["TIERS", "LoadKv", "OffloadConfig", "TierConfig", "TierKind", "TierScope"]
+__all__ = ["TIERS", "ChannelSpec", "LoadKv", "OffloadConfig", "TierConfig", "TierKind", "TierScope", "TierSpec"]
 
 TierKind = Literal["memory", "files"]
 TierScope = Literal["engine", "all"]
@@ -65,6 +65,28 @@ SHORT = {
 """The settings of host memory and of files in the short form of a list, in the order of KEYS."""
 KEYS = ("pages", "size", "read", "write", "latency_us")
 """The same of a tier in a list."""
+
+
+class ChannelSpec(msgspec.Struct, frozen=True):
+    """One direction of a connection: a latency, added to every transfer, and a bandwidth."""
+
+    name: str
+    bytes_per_s: int
+    latency_us: float
+
+    def open(self, make: type[Channel] = Channel) -> Channel:
+        """Return a new channel."""
+        return make(self.name, latency_us=self.latency_us, bytes_per_s=self.bytes_per_s)
+
+
+class TierSpec(msgspec.Struct, frozen=True):
+    """One tier. `write`: the channel to it. `is_files`: its pages are addressed by keys and outlive the process."""
+
+    name: str
+    num_pages: int
+    write: ChannelSpec
+    read: ChannelSpec
+    is_files: bool = False
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -35,7 +35,6 @@ class FileTier(MemoryTier):
         while len(names.unknown) > num_pages:
             self._drop_unknown()
         self.index.pool.take(len(names.unknown))
-        self.find = self._find
 
     @property
     def num_used_blocks(self) -> int:
@@ -131,7 +130,8 @@ class FileTier(MemoryTier):
     def _keys(self, content: Content, start: int, end: int) -> tuple[bytes, ...]:
         return tuple([self.key(content, page) for page in range(start, end)])
 
-    def _find(self, content: Content, start: int, limit: int) -> int:
+    def find(self, content: Content, start: int, limit: int) -> int:
+        """Return how many consecutive pages of `content` in [start, limit) are here, from `start` on."""
         self._recognise(content, min(limit, content.num_known_pages))
         return self.index.find(content, start, limit)
 

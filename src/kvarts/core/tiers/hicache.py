@@ -26,7 +26,8 @@ from kvarts.core.kv.hicache import HostCopy, HostRadixCache
 from kvarts.core.kv.radix import RadixTree
 from kvarts.core.kv.transfer import TransferTotals
 from kvarts.core.request import Request
-from kvarts.core.tiers.channel import Channel, TierSpec
+from kvarts.core.tiers.channel import Channel
+from kvarts.core.tiers.config import TierSpec
 from kvarts.core.tiers.transfers import NEVER_NS, OffloadCounts
 
 __all__ = ["HostCopies", "HostMemory", "HostStorage", "Prefetches"]

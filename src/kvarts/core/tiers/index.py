@@ -32,7 +32,7 @@ from typing import ClassVar, Final
 
 from kvarts.base.records import Value
 from kvarts.core.content import NOTHING, Content, PageKey
-from kvarts.core.kv.pool import CountPool, IdPool, PageId, Pool
+from kvarts.core.kv.pool import CountPool, IdPool, PageId
 
 __all__ = [
     "ALL",
@@ -46,7 +46,9 @@ __all__ = [
     "check_index",
 ]
 
-ALL = 1 << 62
+ALL: Final = 1 << 62
+NUM_WALKS: Final = 256
+"""How many walks through the tree are remembered: a power of two."""
 
 OnStored = Callable[[Content, int, int, Content | None], object]
 """Called for a run that becomes findable: content, first page, page after the last, the content before it."""
@@ -64,7 +66,10 @@ class NodeState(IntEnum):
     DOOMED = 3
 
 
-HOLE, COMING, STORED, DOOMED = NodeState
+HOLE: Final = NodeState.HOLE
+COMING: Final = NodeState.COMING
+STORED: Final = NodeState.STORED
+DOOMED: Final = NodeState.DOOMED
 """By name, because the states of runs are compared in every walk."""
 
 
@@ -74,13 +79,15 @@ class TierRun:
     `slots`: ids of the tier's pages; None if they are only counted, or in a hole. `placement`: the placement that a
     coming run belongs to. `writer`: the number of the engine that stored it, where several share the tier. `used_at`:
     how many pages had arrived in the tier when it was last used. `is_spilled`: whether it has been copied to the next
-    tier since then. `older` and `newer`: neighbours in the order of recency, for stored runs.
+    tier since then. `is_gone`: it has left the tree. `older` and `newer`: neighbours in the order of recency, for
+    stored runs.
     """
 
     __slots__ = (
         "children",
         "content",
         "end",
+        "is_gone",
         "is_spilled",
         "key",
         "newer",
@@ -117,7 +124,7 @@ class TierRun:
         self.slots: list[PageId] | None = None
         self.writer = writer
         self.used_at = 0
-        self.is_spilled = False
+        self.is_spilled = self.is_gone = False
         self.placement: Placement | None = None
         self.older: TierRun | None = None
         self.newer: TierRun | None = None
@@ -165,7 +172,7 @@ class TierIndex:
     """
 
     def __init__(self, num_pages: int, *, with_slots: bool) -> None:
-        self.pool: Pool = IdPool(num_pages) if with_slots else CountPool(num_pages)
+        self.pool: CountPool | IdPool = IdPool(num_pages) if with_slots else CountPool(num_pages)
         self.num_cached = 0
         """Findable pages that are not pinned."""
         self.num_evicted = 0
@@ -185,6 +192,9 @@ class TierIndex:
         self.on_stored: OnStored | None = None
         self.on_removed: OnRemoved | None = None
         self._roots: dict[str | None, TierRun] = {}
+        self._walked: list[TierRun | None] = [None] * NUM_WALKS
+        """Runs at which walks have ended: all their pages are those of the content in `_walked_of`."""
+        self._walked_of: list[Content | None] = [None] * NUM_WALKS
         # A sentinel closes the order of recency to a ring: its `newer` is the oldest run.
         self._ring = _root()
         self._ring.older = self._ring.newer = self._ring
@@ -205,15 +215,15 @@ class TierIndex:
         """Return the longest stretches of pages [start, end) that are stored, whether or not earlier pages are."""
         # Not by `_path`: this runs for each run that becomes findable on a device.
         stretches: list[tuple[int, int]] = []
-        stored, position = STORED, 0
-        node = self._roots.get(content.salt)
-        while node is not None and position < end and node.children:
+        node = self._before(content, start)
+        position = node.end
+        while position < end and node.children:
             child = node.children.get(content.key(position))
             if child is None:
                 break
             first, last = position, child.end
             position = content.common_pages(child.content, first, last if last < end else end)
-            if position > start and child.state is stored:
+            if position > start and child.state is STORED:
                 if first < start:
                     first = start
                 if stretches and stretches[-1][1] == first:
@@ -231,7 +241,7 @@ class TierIndex:
         """
         found: Placement | None = None
         num_pages = 0
-        for run, before, position in self._path(content, limit):
+        for run, before, position in self._path(content, start, limit):
             if position <= start:
                 continue
             if run.placement is None or (found is not None and run.placement is not found):
@@ -243,16 +253,26 @@ class TierIndex:
     def missing(self, content: Content, start: int, end: int) -> int:
         """Return how many of the pages [start, end) are neither stored nor coming."""
         num_missing = end - start
-        for run, before, position in self._path(content, end):
-            if position > start and run.state is not NodeState.HOLE:
-                num_missing -= position - (before if before > start else start)
+        node = self._before(content, start)
+        position = node.end
+        while position < end and node.children:
+            run = node.children.get(content.key(position))
+            if run is None:
+                break
+            first, last = position, run.end
+            position = content.common_pages(run.content, first, last if last < end else end)
+            if position > start and run.state is not HOLE:
+                num_missing -= position - (first if first > start else start)
+            if position < last:
+                break
+            node = run
         return num_missing
 
     def absent(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
         """Return the stretches of pages [start, end) that are neither stored nor coming."""
         stretches: list[tuple[int, int]] = []
-        for run, before, position in self._path(content, end):
-            if position > start and run.state is not NodeState.HOLE:
+        for run, before, position in self._path(content, start, end):
+            if position > start and run.state is not HOLE:
                 if before > start:
                     stretches.append((start, before))
                 start = position
@@ -281,13 +301,12 @@ class TierIndex:
 
     def unpin(self, run: TierRun) -> None:
         """End one pin. `run` is the result of `pin`, and may have been removed from the tree."""
-        stored = STORED
         node = run
         while (parent := node.parent) is not None:
             pins = node.pins = node.pins - 1
             if pins <= 0:
                 assert pins == 0, f"{node} was unpinned more often than it was pinned"
-                if node.state is stored:
+                if node.state is STORED:
                     self.num_cached += node.end - node.start
                 elif node.state is DOOMED:
                     self.pool.give(node.end - node.start, node.slots)
@@ -296,9 +315,9 @@ class TierIndex:
                     self._unlink(node)
             node = parent
         children = run.children
-        if children is not None and len(children) == 1 and run.state is stored:
+        if children is not None and len(children) == 1 and run.state is STORED:
             (child,) = children.values()
-            is_alike = child.pins == run.pins and child.state is stored and child.writer == run.writer
+            is_alike = child.pins == run.pins and child.state is STORED and child.writer == run.writer
             is_alike = is_alike and child.used_at == run.used_at and child.is_spilled == run.is_spilled
             if is_alike and child.newer is run:
                 newer = run.newer
@@ -322,13 +341,12 @@ class TierIndex:
     def touch(self, run: TierRun) -> None:
         """Make all runs from `run` to the root the most recent, deeper ones older."""
         ring = self._ring
-        stored = STORED
         now = self.num_arrived
         below: TierRun | None = None
         node: TierRun | None = run
         while node is not None:
             parent = node.parent
-            if node.state is stored:
+            if node.state is STORED:
                 node.used_at = now
                 node.is_spilled = False
                 if node.newer is not None:
@@ -442,6 +460,7 @@ class TierIndex:
             self._pin(placement.run)
             self.unpin(deepest)
         placement.segments = tuple(segments)
+        self._remember(content, placement.run)
         return placement
 
     def settle(self, placement: Placement, *, is_stored: bool) -> list[tuple[int, int]]:
@@ -483,7 +502,7 @@ class TierIndex:
         It ends before one that is pinned, that something follows, or that is not here.
         """
         run, _ = self._descend(content, end)
-        while count > 0 and run.state is NodeState.STORED and not (run.pins or run.children):
+        while count > 0 and run.state is STORED and not (run.pins or run.children):
             before = run.parent
             assert before is not None
             if run.num_pages > count:
@@ -498,7 +517,7 @@ class TierIndex:
 
         Pages before others that stay become a hole.
         """
-        for run, first, last in reversed(list(self._path(content, end))):
+        for run, first, last in reversed(list(self._path(content, start, end))):
             if last <= start or run.state is not STORED or run.pins:
                 continue
             moving = self._split(run, last) if last < run.end else run
@@ -519,7 +538,7 @@ class TierIndex:
 
     def note_spilled(self, content: Content, start: int, end: int) -> None:
         """Note that those of pages [start, end) that are stored have been copied to the next tier."""
-        for run, first, last in list(self._path(content, end)):
+        for run, first, last in list(self._path(content, start, end)):
             if last > start and run.state is STORED:
                 spilled = self._split(run, last) if last < run.end else run
                 if first < start:
@@ -528,7 +547,7 @@ class TierIndex:
 
     def drop(self, content: Content, page: int) -> None:
         """Drop `page` and all later pages."""
-        for run, _, position in self._path(content, page + 1):
+        for run, _, position in self._path(content, page, page + 1):
             if position > page:
                 if run.start < page:
                     self._split(run, page)
@@ -536,15 +555,17 @@ class TierIndex:
 
     def lose(self, content: Content, start: int, end: int) -> None:
         """Note that the device no longer has pages [start, end): pages after a hole in them cannot be used."""
-        hole, position = HOLE, 0
-        node = self._roots.get(content.salt) if self.num_holes else None
-        while node is not None and position < end and node.children:
+        if not self.num_holes:
+            return
+        node = self._before(content, start)
+        position = node.end
+        while position < end and node.children:
             run = node.children.get(content.key(position))
             if run is None:
                 return
             last = run.end
             position = content.common_pages(run.content, position, last if last < end else end)
-            if position > start and run.state is hole:
+            if position > start and run.state is HOLE:
                 if run.start < start:
                     self._split(run, start)
                 self._drop(run)
@@ -562,57 +583,98 @@ class TierIndex:
     # Internals --------------------------------------------------------------------------------------------
 
     def _pin(self, run: TierRun) -> None:
-        stored = STORED
         node = run
         while (parent := node.parent) is not None:
             pins = node.pins
-            if not pins and node.state is stored:
+            if not pins and node.state is STORED:
                 self.num_cached -= node.end - node.start
             node.pins = pins + 1
             node = parent
+
+    def _before(self, content: Content, most: int) -> TierRun:
+        """Return a run, or the root, with which pages of `content` end, at most `most`: the deepest that is known."""
+        slot = content.owner & (NUM_WALKS - 1)
+        node = self._walked[slot]
+        if node is None or node.is_gone or self._walked_of[slot] is not content:
+            return self._root_of(content)
+        while node.end > most:
+            before = node.parent
+            assert before is not None
+            node = before
+        return node
+
+    def _root_of(self, content: Content) -> TierRun:
+        root = self._roots.get(content.salt)
+        if root is None:
+            root = self._roots[content.salt] = _root()
+        return root
 
     def _walk(self, content: Content, end: int, start: int = ALL) -> tuple[TierRun, int, TierRun | None]:
         """Return the deepest run wholly within `end` pages, the number of known pages, and a run cut by the end.
 
         Stop before the first run that has pages from `start` on and is not stored.
         """
-        stored = STORED
-        position = 0
-        node = self._roots.get(content.salt)
-        if node is None:
-            node = self._roots[content.salt] = _root()
+        node = begin = self._before(content, end)
+        position = node.end
+        if position > start:
+            last: TierRun | None = None
+            run = node
+            while run.end > start:
+                before = run.parent
+                assert before is not None
+                if run.state is not STORED:
+                    last = before
+                run = before
+            if last is not None:
+                return last, last.end, None
+        in_part: TierRun | None = None
         while position < end and node.children:
             child = node.children.get(content.key(position))
             if child is None:
                 break
-            last = child.end
-            stop = last if last < end else end
+            child_end = child.end
+            stop = child_end if child_end < end else end
             other = child.content
             common = stop if other is content else content.common_pages(other, position, stop)
-            if common > start and child.state is not stored:
+            if common > start and child.state is not STORED:
                 break
             position = common
-            if common < last:
-                return node, common, child
+            if common < child_end:
+                in_part = child
+                break
             node = child
-        return node, position, None
+        if node is not begin:
+            self._remember(content, node)
+        return node, position, in_part
+
+    def _remember(self, content: Content, node: TierRun) -> None:
+        """Begin later walks of `content` at `node`, or at a deeper run where one has ended before."""
+        if node.end > content.num_known_pages:
+            return  # the names of these pages change when their tokens become known
+        slot = content.owner & (NUM_WALKS - 1)
+        last = self._walked[slot]
+        if last is None or last.is_gone or last.end < node.end or self._walked_of[slot] is not content:
+            self._walked[slot], self._walked_of[slot] = node, content
 
     def _descend(self, content: Content, end: int) -> tuple[TierRun, int]:
         """Return the deepest run of the first `end` pages, split where they end or differ, and that position."""
         node, position, run_in_part = self._walk(content, end)
         return (node if run_in_part is None else self._split(run_in_part, position)), position
 
-    def _path(self, content: Content, end: int) -> Iterator[tuple[TierRun, int, int]]:
-        """Yield the known runs of the first `end` pages, each with the first and last position in common."""
-        position = 0
-        node = self._roots.get(content.salt)
-        while node is not None and position < end and node.children:
+    def _path(self, content: Content, start: int, end: int) -> Iterator[tuple[TierRun, int, int]]:
+        """Yield the known runs of pages [start, end), each with the first and last position in common.
+
+        There may be runs before them.
+        """
+        node = self._before(content, start)
+        position = node.end
+        while position < end and node.children:
             child = node.children.get(content.key(position))
             if child is None:
                 return
-            start, position = position, content.common_pages(child.content, position, min(child.end, end))
+            first, position = position, content.common_pages(child.content, position, min(child.end, end))
             is_whole = position == child.end
-            yield child, start, position
+            yield child, first, position
             if not is_whole:
                 return
             node = child
@@ -622,7 +684,7 @@ class TierIndex:
         holes = []
         node = deepest
         while node.parent is not None and node.end > start:
-            if node.state is NodeState.HOLE:
+            if node.state is HOLE:
                 holes.append(node)
             node = node.parent
         holes.reverse()
@@ -631,7 +693,7 @@ class TierIndex:
     def _fill(self, run: TierRun, placement: Placement, content: Content) -> Segment:
         """Begin to store the pages of a hole. `content` has them as well, and is of the engine that stores."""
         self.num_holes -= 1
-        run.state = NodeState.COMING
+        run.state = COMING
         if run.writer != self.writer:
             run.writer = self.writer
             run.content = content
@@ -642,7 +704,7 @@ class TierIndex:
     def _add(self, parent: TierRun, content: Content, start: int, end: int) -> TierRun:
         """Add a hole, pinned once, and return it."""
         key = content.key(start)
-        run = TierRun(content, key, start, end, parent, NodeState.HOLE, 1, writer=self.writer)
+        run = TierRun(content, key, start, end, parent, HOLE, 1, writer=self.writer)
         self.num_holes += 1
         if parent.children is None:
             parent.children = {}
@@ -659,7 +721,7 @@ class TierIndex:
         head.writer = run.writer
         head.used_at = run.used_at
         head.is_spilled = run.is_spilled
-        self.num_holes += run.state is NodeState.HOLE
+        self.num_holes += run.state is HOLE
         if run.slots is not None:
             head.slots = run.slots[: at - run.start]
             del run.slots[: at - run.start]
@@ -685,6 +747,7 @@ class TierIndex:
         tail.key = head.key
         tail.parent = parent
         parent.children[tail.key] = tail
+        head.is_gone = True
 
     def _evict(self, count: int) -> None:
         """Evict `count` cached pages."""
@@ -724,18 +787,19 @@ class TierIndex:
             node = stack.pop()
             stack += (node.children or {}).values()
             node.children = None
+            node.is_gone = True
             if node is not run:
-                self.num_holes -= node.state is NodeState.HOLE
-            if node.state is NodeState.STORED:
+                self.num_holes -= node.state is HOLE
+            if node.state is STORED:
                 _unlist(node)
                 removed.append(node)
                 if node.pins:
-                    node.state = NodeState.DOOMED
+                    node.state = DOOMED
                 else:
                     self.num_cached -= node.num_pages
                     self.pool.give(node.num_pages, node.slots)
-            elif node.state is NodeState.COMING:
-                node.state = NodeState.DOOMED
+            elif node.state is COMING:
+                node.state = DOOMED
         if self.on_removed is not None:
             for node in removed:
                 self.told_of = node.writer
@@ -746,7 +810,7 @@ class TierIndex:
         self._unlink(run)
         node = run.parent
         while node is not None and node.parent is not None:
-            if node.state is not NodeState.HOLE or node.children or node.pins:
+            if node.state is not HOLE or node.children or node.pins:
                 return
             self._unlink(node)
             node = node.parent
@@ -754,9 +818,10 @@ class TierIndex:
     def _unlink(self, run: TierRun) -> None:
         parent = run.parent
         assert parent is not None
+        run.is_gone = True
         if parent.children is not None and parent.children.get(run.key) is run:
             del parent.children[run.key]
-            self.num_holes -= run.state is NodeState.HOLE
+            self.num_holes -= run.state is HOLE
 
     # Inspection -------------------------------------------------------------------------------------------------------
 
@@ -777,7 +842,7 @@ class TierIndex:
 
 
 def _root() -> TierRun:
-    return TierRun(NOTHING, b"", 0, 0, None, NodeState.HOLE)
+    return TierRun(NOTHING, b"", 0, 0, None, HOLE)
 
 
 def _list_before(newer: TierRun, run: TierRun) -> None:

@@ -12,8 +12,8 @@ from kvarts.core.kv.cache import Cache
 from kvarts.core.kv.eviction import EvictionOrder, TreeWatcher
 from kvarts.core.kv.page_cache import PageCache
 from kvarts.core.kv.transfer import PrefillNs
-from kvarts.core.tiers.channel import Channel, MeasuredChannel, TierSpec
-from kvarts.core.tiers.config import OffloadConfig
+from kvarts.core.tiers.channel import Channel, MeasuredChannel
+from kvarts.core.tiers.config import OffloadConfig, TierSpec
 from kvarts.core.tiers.layout import ConnectedTier, Layout
 from kvarts.core.tiers.offloader import Offloader
 from kvarts.core.tiers.page_layout import PageLayout

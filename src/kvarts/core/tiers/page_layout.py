@@ -22,7 +22,7 @@ from kvarts.core.kv.transfer import Coming, Loaded, Offer
 from kvarts.core.kv.tree import Node
 from kvarts.core.tiers.index import NodeState, Placement
 from kvarts.core.tiers.layout import ConnectedTier, Layout
-from kvarts.core.tiers.safe_first import STORED, Below, SafeFirst
+from kvarts.core.tiers.safe_first import COMING, FAILED, NOT, STORED, SafeFirst
 from kvarts.core.tiers.store_policy import Duplicates, LateSpills, PagePolicy, Spill, precedes
 from kvarts.core.tiers.tier import MemoryTier, Pin
 from kvarts.core.tiers.transfers import ALL, Copies, Loading
@@ -43,7 +43,7 @@ class Marks:
         self._order = order
         self.removed: list[tuple[Content, int, int]] = []
 
-    def unmark_removed(self, below: Below = Below.FAILED) -> None:
+    def unmark_removed(self, below: int = FAILED) -> None:
         """Mark pages that were removed below with `below`: they are lost if the device evicts them.
 
         They are not stored again while the device has them: otherwise a tier that is too small would be refilled for
@@ -52,10 +52,10 @@ class Marks:
         order = self._order
         if not self.removed or order is None:
             return
+        num_found = self._cache.tree.num_found
         for content, start, end in self.removed:
-            match = self._cache.match(content, end)
-            if match.num_pages > start:
-                self._mark_match(match, start, below)
+            if num_found(content, end) > start:
+                self._mark_match(self._cache.match(content, end), start, below)
                 if len(self.tiers) > 1:
                     self.mark_held(content, start, end)
         self.removed.clear()
@@ -72,10 +72,10 @@ class Marks:
         for tier in self.tiers:
             for first, last in tier.held(content, start, end):
                 num_held += last - first
-                self._mark_match(self._cache.match(content, last), first, Below.STORED)
+                self._mark_match(self._cache.match(content, last), first, STORED)
         return num_held
 
-    def mark_part(self, part: PinnedPages, below: Below) -> bool:
+    def mark_part(self, part: PinnedPages, below: int) -> bool:
         """Mark held pages that are still in the tree; return whether some are not. `regroup` must follow."""
         assert self._order is not None
         nodes = part.nodes()
@@ -83,7 +83,7 @@ class Marks:
         self._order.mark(resident, below)
         return len(resident) < len(nodes)
 
-    def _mark_match(self, match: Match, start: int, below: Below) -> None:
+    def _mark_match(self, match: Match, start: int, below: int) -> None:
         assert self._order is not None
         tree = self._cache.tree
         self._order.mark(tree.isolate(tree.cut(match), start, match.num_pages), below)
@@ -153,7 +153,7 @@ class PageLayout(Layout[MemoryTier]):
         self._late_spills: LateSpills | None = None
         self._duplicates: Duplicates | None = None
         if exclusive_free is not None:
-            self._duplicates = Duplicates(self.own, num_free=exclusive_free, num_here=partial(self._num_above, 0))
+            self._duplicates = Duplicates(self.own, num_free=exclusive_free, num_here=cache.tree.num_found)
             self.backlog = self._late_spills = LateSpills(len(self.own), exclusive_free)
         self._swaps = swaps
         self._emit = emit
@@ -193,7 +193,7 @@ class PageLayout(Layout[MemoryTier]):
     def reset(self) -> None:
         """Drop all pages, below and of those to be stored."""
         super().reset()
-        self._marks.unmark_removed(Below.NOT)
+        self._marks.unmark_removed(NOT)
 
     # Stores -----------------------------------------------------------------------------------------------
 
@@ -213,7 +213,8 @@ class PageLayout(Layout[MemoryTier]):
         """Choose pages to store, make room for them, and hold them."""
         copies: PageCopies | None = None
         room = -1
-        for content, start, end, where in self._policy.choose():
+        policy = self._policy
+        for content, start, end, where in policy.choose():
             if room < 0:
                 room = self._room(0, now_ns)
             position = num_here = start
@@ -231,9 +232,10 @@ class PageLayout(Layout[MemoryTier]):
             if room == 0 or (
                 position < num_here and self._passes_through(num_here) and (copies is not None or is_moving())
             ):
-                self._policy.wait(position)
+                policy.wait(content, position)
                 self.backlog.is_behind[0] = True
                 break
+            policy.tried(content)
         return copies
 
     def _add(self, copies: PageCopies, store: Placement) -> None:
@@ -261,15 +263,13 @@ class PageLayout(Layout[MemoryTier]):
         first = self.tiers[0]
         num_refused = first.num_refused
         policy = self._policy
-        path, end = policy.path(content, end, where)
+        deepest_first = policy.stores_deepest_first and room >= end - start
+        path, start, end = policy.path(content, start, end, where, room)
         if self._may_pass_through and self._passes_through(end):
             start = self._pass_through(content, start, end, room)
-        deepest_first = policy.stores_deepest_first
-        if room < end - start:
-            start, deepest_first = policy.first_wanted(start, where), False
-        if self._duplicates is not None:
+        if self._duplicates is not None and len(self._duplicates):
             self._duplicates.make_room(min(room, first.missing(content, start, end)))
-            self._marks.unmark_removed(Below.NOT)  # when they near eviction, they are stored again
+            self._marks.unmark_removed(NOT)  # when they near eviction, they are stored again
         store = first.prepare_store(content, start, end, deepest_first=deepest_first, limit=room)
         num_refused = first.num_refused - num_refused
         self.num_refused += num_refused
@@ -277,7 +277,7 @@ class PageLayout(Layout[MemoryTier]):
         if order is not None:
             self._marks.unmark_removed()
             if num_refused:
-                policy.wait(start)
+                policy.wait(content, start)
                 self.backlog.is_behind[0] = True
             if store is None and not num_refused:
                 self._marks.mark_as_held(content, start, end)
@@ -286,7 +286,7 @@ class PageLayout(Layout[MemoryTier]):
         parts = [self._cache.hold(path, segment.start, segment.end) for segment in store.segments]
         if order is not None:
             for part in parts:
-                self._marks.mark_part(part, Below.COMING)
+                order.mark(part.runs, COMING)
         return store, parts, end
 
     def _passes_through(self, num_pages: int) -> bool:
@@ -402,10 +402,10 @@ class PageLayout(Layout[MemoryTier]):
         tier = self.tiers[copies.target]
         for store in of_pages.stores:
             tier.complete_store(store, is_stored=is_stored)
-        for source, store in zip(of_pages.sources, of_pages.stores, strict=False):
+        for place, source in enumerate(of_pages.sources):
             upper = self.tiers[copies.target - 1]
             if is_stored and self._late_spills is not None:
-                for segment in store.segments:
+                for segment in of_pages.stores[place].segments:
                     upper.note_spilled(source.content, segment.start, segment.end)
             upper.end_read(source)
         if not is_stored:
@@ -416,15 +416,17 @@ class PageLayout(Layout[MemoryTier]):
                 for store in of_pages.stores:
                     for segment in store.segments:
                         self._marks.mark_as_held(store.content, segment.start, segment.end)
-            for parts, store in zip(of_pages.held, of_pages.stores, strict=False):
+            for place, parts in enumerate(of_pages.held):
+                store = of_pages.stores[place]
                 is_whole = is_stored and store.run.state is NodeState.STORED
-                for part, segment in zip(parts, store.segments, strict=True):
+                for index, part in enumerate(parts):
+                    segment = store.segments[index]
                     if is_whole:
-                        has_orphans = self._marks.mark_part(part, Below.STORED)
+                        has_orphans = self._marks.mark_part(part, STORED)
                     else:
                         # Pages that fail again and again are not tried again; those that were given up may be.
                         has_failed = not is_stored and not is_given_up
-                        self._marks.mark_part(part, Below.FAILED if has_failed else Below.NOT)
+                        self._marks.mark_part(part, FAILED if has_failed else NOT)
                         has_orphans = True
                     if has_orphans:
                         self._marks.mark_held(store.content, segment.start, segment.end)
@@ -560,7 +562,7 @@ class PageLayout(Layout[MemoryTier]):
 
     def _num_above(self, place: int, content: Content, end: int) -> int:
         """Return how many of the first `end` pages of `content` the device has, and tiers above `place` after it."""
-        num_pages = self._cache.match(content, end).num_pages
+        num_pages = self._cache.tree.num_found(content, end)
         for tier in self.tiers[:place]:
             num_pages += tier.find(content, num_pages, end)
         return num_pages
@@ -606,7 +608,7 @@ class PageLayout(Layout[MemoryTier]):
             for node in branch:
                 num_held = pages.count(1, node.start - start, node.end - start)
                 below = order.below(node)
-                num_expected = node.end - node.start if below == Below.STORED else 0
+                num_expected = node.end - node.start if below == STORED else 0
                 assert num_held == num_expected, f"L4: {node} is marked {below}; {num_held} pages are below"
 
     def check(self, under_way: Sequence[Copies], *, at_rest: bool = True) -> None:

@@ -21,7 +21,7 @@ When a run becomes findable, the tiers are asked whether they have its pages: th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import IntEnum
+from typing import Final
 
 from kvarts.core.content import Content
 from kvarts.core.hints import Hints
@@ -31,24 +31,21 @@ from kvarts.core.kv.eviction import (
     Node,
     NoteRequest,
     Path,
+    TreeWatcher,
     as_list,
     noter_of,
     ranges_read_by,
 )
 
-__all__ = ["Below", "SafeFirst"]
+__all__ = ["COMING", "FAILED", "NOT", "STORED", "SafeFirst"]
 
 
-class Below(IntEnum):
-    """Whether a lower tier holds a run. `FAILED`: it did, or was to, and does not; that is not tried again."""
-
-    NOT = 0
-    COMING = 1
-    STORED = 2
-    FAILED = 3
-
-
-STORED = int(Below.STORED)
+NOT: Final = 0
+COMING: Final = 1
+STORED: Final = 2
+FAILED: Final = 3
+"""Whether a lower tier holds a run: numbers, since compiled code compares members of an enum as objects. FAILED: it
+did, or was to, and does not; that is not tried again."""
 
 
 class Notes:
@@ -130,7 +127,7 @@ class Covered:
             self.num_pages -= num_pages
 
 
-class SafeFirst:
+class SafeFirst(EvictionOrder, TreeWatcher):
     """Two orders made by `make`: one for the safe runs, and one for the rest. An EvictionOrder and a TreeWatcher.
 
     A tree gets it as both, or only as its watcher if the tree's order is another one that wraps it. Runs that change
@@ -156,9 +153,9 @@ class SafeFirst:
 
     # Interface of the tiers -------------------------------------------------------------------------------
 
-    def mark(self, nodes: Iterable[Node], below: Below) -> None:
-        """Record whether a lower tier holds `nodes`. `regroup` must follow."""
-        if below == Below.NOT:
+    def mark(self, nodes: list[Node], below: int) -> None:
+        """Record whether a lower tier holds `nodes`: `below` is NOT, COMING, STORED or FAILED. Then call `regroup`."""
+        if below == NOT:
             self.covered.clear()
         for node in nodes:
             notes = node.notes
@@ -180,7 +177,9 @@ class SafeFirst:
                 if node in stamps:
                     moving[node] = stamps[node]
         self._toggled = []
-        in_order = sorted(moving, key=lambda node: (moving[node], -node.start))
+        in_order = list(moving)
+        if len(in_order) > 1:
+            in_order.sort(key=lambda node: (moving[node], -node.start))
         now_safe: list[Node] = []
         now_unsafe: list[Node] = []
         for node in in_order:
@@ -207,16 +206,19 @@ class SafeFirst:
         return self.covered.others(self._rest)
 
     def below(self, node: Node) -> int:
-        """Return whether a lower tier holds `node`, as a value of Below."""
+        """Return whether a lower tier holds `node`, as one of NOT, COMING, STORED and FAILED."""
         below: int = node.notes.below
         return below
 
-    def path_to(self, node: Node, end: int) -> Path:
-        """Return the runs with the pages before page `end`, along the path to `node`.
-
-        The last one may reach beyond.
-        """
-        path = [each for each in self.up_from(node) if each.start < end]
+    def path_to(self, node: Node, start: int, end: int) -> Path:
+        """Return the runs with pages [start, end), along the path to `node`. Those at both ends may reach beyond."""
+        path: Path = []
+        while node.end > start:
+            if node.start < end:
+                path.append(node)
+            if not node.start:
+                break
+            node = _before(node).first
         path.reverse()
         return path
 
@@ -228,9 +230,9 @@ class SafeFirst:
             yield node
 
     def start_of_unknown(self, node: Node) -> int:
-        """Return the start of the unstored stretch that ends with `node`: all its runs are `Below.NOT`."""
+        """Return the start of the unstored stretch that ends with `node`: all its runs are NOT."""
         start = node.start
-        while node.start and _before(node).below == Below.NOT:
+        while node.start and _before(node).below == NOT:
             node = _before(node).first
             start = node.start
         return start

@@ -245,10 +245,12 @@ class StoreView(TierElsewhere):
         self.on_stored: OnStored | None = None
         self.on_removed: OnRemoved | None = None
         self.worker = worker
-        self.lose = _keep
         self._loaded_from = store.loaded_from.setdefault(worker, {})
         self._store = store
         self._num_evicted = 0
+
+    def lose(self, content: Content, start: int, end: int) -> None:
+        """Do nothing: other engines may still have these pages."""
 
     def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:
         """Set the callbacks for runs of this engine that become findable or stop being findable."""
@@ -318,10 +320,6 @@ class StoreView(TierElsewhere):
     def check(self, is_above: Callable[[Content, int], bool]) -> None:
         """Assert laws L1 and L2; L3 does not hold, as pages before those of the store may be with any engine."""
         check_index(self.index, lambda _content, _num_pages: True)
-
-
-def _keep(content: Content, start: int, end: int) -> None:
-    """Do nothing: other engines may still have these pages."""
 
 
 class SharedChannel(Channel):

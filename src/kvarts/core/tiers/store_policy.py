@@ -7,7 +7,7 @@ has and that are neither stored nor coming, as far as there is room and the chan
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from kvarts.core.content import Content
@@ -118,6 +118,8 @@ class Duplicates:
     def make_room(self, num_pages: int) -> None:
         """Release duplicates until `num_pages` can be stored without an eviction that may cost a hit."""
         host, runs = self._host, self._runs
+        if host.num_empty_blocks >= num_pages:
+            return
         num_pages -= host.num_forsaken(num_pages - host.num_empty_blocks)
         while runs and host.num_empty_blocks < num_pages:
             content, start, end = runs.pop()
@@ -204,8 +206,6 @@ class EagerPolicy:
     def __init__(self, cache: PageCache) -> None:
         self._cache = cache
         self._wanted: dict[int, tuple[Content, int, int, BlockTable]] = {}
-        self._chosen = -1
-        """The content that was chosen last."""
 
     def confirm(self, content: Content, num_pages: int, table: BlockTable) -> None:
         """Keep the first `num_pages` pages, which are complete, for `choose`, in place of fewer of the same content."""
@@ -224,27 +224,26 @@ class EagerPolicy:
         if wanted is not None and wanted[1] < (end := min(wanted[2], content.num_known_pages)):
             self._wanted[content.owner] = (content, wanted[1], end, wanted[3])
 
-    def choose(self) -> Iterator[tuple[Content, int, int, BlockTable]]:
-        """Yield wanted pages, by request. If the caller stops iterating, the last and all later ones stay wanted."""
+    def choose(self) -> list[tuple[Content, int, int, BlockTable]]:
+        """Return the wanted pages, by request. They stay wanted until `tried`."""
         wanted = self._wanted
-        for owner in sorted(wanted):
-            self._chosen = owner
-            yield wanted[owner]
-            del wanted[owner]
+        if len(wanted) < 2:
+            return list(wanted.values())
+        return [wanted[owner] for owner in sorted(wanted)]
 
-    def first_wanted(self, start: int, where: BlockTable) -> int:
-        """Return `start`, the first page to store if the channel is behind: earlier ones are being stored already."""
-        return start
+    def tried(self, content: Content) -> None:
+        """Want no pages of `content` any more: all that the device has are stored or coming, or there is no room."""
+        del self._wanted[content.owner]
 
-    def path(self, content: Content, end: int, where: BlockTable) -> tuple[Path, int]:
-        """Return the runs with the first `end` pages, and how many of these the device has. The last may reach beyond.
+    def path(self, content: Content, start: int, end: int, where: BlockTable, room: int) -> tuple[Path, int, int]:
+        """Return the runs with pages [start, end), and these as far as the device has them. The last may reach beyond.
 
         They are those of the request, or, if it has ended since, those that are found.
         """
         if where.path:
-            return where.path, end
+            return where.path, start, end
         match = self._cache.match(content, end)
-        return match.nodes, match.num_pages
+        return match.nodes, start, match.num_pages
 
     @property
     def has_work(self) -> bool:
@@ -255,13 +254,13 @@ class EagerPolicy:
         """Return None if there is something to choose, else any number."""
         return None if self._wanted else ANY
 
-    def wait(self, position: int) -> None:
-        """Do not choose pages before `position` again: the channel was behind, or the tier lacked room."""
-        content, _, end, table = self._wanted[self._chosen]
+    def wait(self, content: Content, position: int) -> None:
+        """Do not choose pages of `content` before `position` again: the channel was behind, or the tier lacked room."""
+        _, _, end, table = self._wanted[content.owner]
         if position < end:
-            self._wanted[self._chosen] = content, position, end, table
+            self._wanted[content.owner] = content, position, end, table
         else:
-            del self._wanted[self._chosen]
+            del self._wanted[content.owner]
 
     def forget(self) -> None:
         """Want nothing."""
@@ -287,7 +286,7 @@ class LazyPolicy:
         self.has_work = False
         """Whether pages were left that may find room now: otherwise stores depend on the device alone."""
 
-    def wait(self, position: int) -> None:
+    def wait(self, content: Content, position: int) -> None:
         """Choose again when a transfer has ended."""
         self.has_work = True
 
@@ -307,18 +306,22 @@ class LazyPolicy:
         """Choose no pages of unknown tokens any more."""
         self._preempted.discard(content.owner)
 
-    def choose(self) -> Iterator[tuple[Content, int, int, Node]]:
-        """Yield the unsafe pages nearest to eviction."""
+    def choose(self) -> list[tuple[Content, int, int, Node]]:
+        """Return the unsafe pages nearest to eviction."""
         self.has_work = False
-        return iter(self._scan()[0])
+        return self._scan()[0]
 
-    def first_wanted(self, start: int, where: Node) -> int:
-        """Return the start of the unstored stretch that reaches `start`."""
-        return min(start, self._order.start_of_unknown(where))
+    def tried(self, content: Content) -> None:
+        """Do nothing: what is not stored is chosen again while it is unsafe."""
 
-    def path(self, content: Content, end: int, where: Node) -> tuple[Path, int]:
-        """Return the path to the chosen run."""
-        return self._order.path_to(where, end), end
+    def path(self, content: Content, start: int, end: int, where: Node, room: int) -> tuple[Path, int, int]:
+        """Return the runs with pages [start, end) up to the chosen one, and these pages.
+
+        Without `room` for all, they begin where the unstored stretch begins that reaches `start`.
+        """
+        if room < end - start:
+            start = min(start, self._order.start_of_unknown(where))
+        return self._order.path_to(where, start, end), start, end
 
     def pages_to_spare(self) -> int | None:
         """Return how many pages can be taken while the target stays covered; None if it is not covered now."""
@@ -339,7 +342,7 @@ class LazyPolicy:
                 break
             start, end = node.start, node.end
             if node.notes.below:
-                # Most runs are stored or coming (`below` is not Below.NOT).
+                # Most runs are stored or coming (`below` is not NOT).
                 num_covered += end - start
                 continue
             content = node.content

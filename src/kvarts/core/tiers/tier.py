@@ -52,13 +52,6 @@ class MemoryTier:
         self.name = name
         self.num_pages = num_pages
         self.index = TierIndex(num_pages, with_slots=with_slots) if index is None else index
-        self.find = self.index.find
-        self.lose = self.index.lose
-        self.move_out = self.index.move_out
-        self.missing = self.index.missing
-        self.note_spilled = self.index.note_spilled
-        self.num_forsaken = self.index.num_forsaken
-        self.vacate = self.index.vacate
         self._pins: dict[int, Pin] = {}
         self.num_guests = 0
         """Pins of other engines, which read pages from here."""
@@ -101,6 +94,34 @@ class MemoryTier:
     def has_offers(self) -> bool:
         """Whether pages are pinned because `lookup` returned them."""
         return bool(self._pins) or self.num_guests > 0
+
+    def find(self, content: Content, start: int, limit: int) -> int:
+        """Return how many consecutive pages of `content` in [start, limit) are stored, from `start` on."""
+        return self.index.find(content, start, limit)
+
+    def missing(self, content: Content, start: int, end: int) -> int:
+        """Return how many of the pages [start, end) are neither here nor coming."""
+        return self.index.missing(content, start, end)
+
+    def lose(self, content: Content, start: int, end: int) -> None:
+        """Note that the device no longer has pages [start, end): pages after a hole in them cannot be used."""
+        self.index.lose(content, start, end)
+
+    def move_out(self, content: Content, start: int, end: int) -> None:
+        """Release those of pages [start, end) that are here and not pinned: the device has them."""
+        self.index.move_out(content, start, end)
+
+    def vacate(self, content: Content, end: int, count: int) -> None:
+        """Evict up to `count` of the first `end` pages of `content`, the deepest first."""
+        self.index.vacate(content, end, count)
+
+    def note_spilled(self, content: Content, start: int, end: int) -> None:
+        """Note that those of pages [start, end) that are here have been copied to the next tier."""
+        self.index.note_spilled(content, start, end)
+
+    def num_forsaken(self, limit: int) -> int:
+        """Return how many of the next `limit` evictions have waited half as long again as any page that was used."""
+        return self.index.num_forsaken(limit)
 
     def held(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
         """Return the stretches of pages [start, end) that are here, whether or not earlier pages are."""

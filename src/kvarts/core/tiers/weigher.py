@@ -69,26 +69,21 @@ class Weigher:
         that succeeded. `awaited`: the pages of another request's load, if there is one.
         """
         prefill_ns = self._prefill_ns
-        compute_ns = prefill_ns(start * page_size, num_known)
+        start_token = start * page_size
+        compute_ns = prefill_ns(start_token, num_known)
+        offered = offer.by_tier
         if compute_ns is None:
-            return Weighed(offer.num_pages, offer.by_tier, is_awaited=awaited is not None)
-        num_good, num_loads = self._num_good_loads + 1, self._num_loads + 1
-
-        def worth_ns(num_pages: int) -> int:
-            left_ns = prefill_ns((start + num_pages) * page_size, num_known) or 0
-            return (compute_ns - left_ns) * (1 + num_behind) * num_good // num_loads
-
-        def front_ns(num_front: int) -> int:
-            return prefill_ns(start * page_size, (start + num_front) * page_size) or 0
-
+            return Weighed(offer.num_pages, offered, is_awaited=awaited is not None)
+        num_good, num_loads = (1 + num_behind) * (self._num_good_loads + 1), self._num_loads + 1
         best, front, best_gain_ns, worth, load_ns, wait_ns = 0, 0, 0, 0, 0, 0
         position = 0
-        for place, num_pages in enumerate(offer.by_tier):
+        for place, num_pages in enumerate(offered):
             if num_pages:
                 position += num_pages
-                hidden_ns = self._hidden_ns((start + position) * page_size, num_known)
+                hidden_ns = self._hidden_ns(start_token + position * page_size, num_known)
                 load_ns = self._wait_ns(now_ns, offer, start, 0, position, hidden_ns)
-                worth = worth_ns(position)
+                rest_ns = prefill_ns(start_token + position * page_size, num_known) or 0
+                worth = (compute_ns - rest_ns) * num_good // num_loads
                 if worth - load_ns >= best_gain_ns:
                     best, front, best_gain_ns, wait_ns = position, 0, worth - load_ns, load_ns
                 if not self._splits:
@@ -97,30 +92,32 @@ class Weigher:
                 num_front, num_above = 0, position
                 while num_front < num_above:
                     count = (num_front + num_above) // 2
-                    if front_ns(count) >= self._wait_ns(now_ns, offer, start, count, position, hidden_ns):
+                    took_ns = prefill_ns(start_token, start_token + count * page_size) or 0
+                    if took_ns >= self._wait_ns(now_ns, offer, start, count, position, hidden_ns):
                         num_above = count
                     else:
                         num_front = count + 1
-                if offer.most_front:
-                    num_front = min(num_front, offer.most_front[place])
+                most_front = offer.most_front
+                if most_front:
+                    num_front = min(num_front, most_front[place])
                 if 0 < num_front < position:
-                    took_ns = front_ns(num_front)
+                    took_ns = prefill_ns(start_token, start_token + num_front * page_size) or 0
                     tail_ns = self._wait_ns(now_ns, offer, start, num_front, position, hidden_ns)
-                    rest_ns = prefill_ns((start + position) * page_size, num_known) or 0
                     both_ns, either_ns = max(took_ns, tail_ns) + rest_ns, min(load_ns + rest_ns, compute_ns)
-                    gain_ns = (compute_ns - took_ns - rest_ns) * (1 + num_behind) * num_good // num_loads
+                    gain_ns = (compute_ns - took_ns - rest_ns) * num_good // num_loads
                     gain_ns -= max(0, tail_ns - took_ns)
                     if gain_ns > best_gain_ns and both_ns * SPLIT_GAIN <= either_ns * PER_GAIN:
                         best, front, best_gain_ns, wait_ns = position, num_front, gain_ns, tail_ns
         if awaited is not None:
             awaits_ns = max(0, awaited.end_ns - now_ns)
-            if worth_ns(awaited.num_pages) - awaits_ns >= best_gain_ns:
-                return Weighed(0, (0,) * len(offer.by_tier), is_awaited=True)
-        by_tier = between(offer.by_tier, front, best)
-        for lane, num_loaded, num_pages in zip(self._lanes, by_tier, offer.by_tier, strict=True):
-            if num_loaded < num_pages:
-                lane.passed_over()
-        took_ns = front_ns(front) if front else 0
+            rest_ns = prefill_ns(start_token + awaited.num_pages * page_size, num_known) or 0
+            if (compute_ns - rest_ns) * num_good // num_loads - awaits_ns >= best_gain_ns:
+                return Weighed(0, (0,) * len(offered), is_awaited=True)
+        by_tier = between(offered, front, best)
+        for place, num_pages in enumerate(offered):
+            if by_tier[place] < num_pages:
+                self._lanes[place].passed_over()
+        took_ns = (prefill_ns(start_token, start_token + front * page_size) or 0) if front else 0
         return Weighed(
             best, by_tier, load_ns=load_ns, worth_ns=worth, num_front=front, front_ns=took_ns, wait_ns=wait_ns
         )
@@ -139,7 +136,7 @@ class Weigher:
         It waits at least for the first of their layers, or for all layers if a step cannot await one of the lanes.
         `first`: the page at which the offer begins.
         """
-        if not (hidden_ns or offer.runs):
+        if not hidden_ns and not offer.runs:
             return self._wait_for_pages_ns(now_ns, offer.by_tier, start, end)
         wait_ns = 0
         counts = zip(self._lanes, self._bytes_of(offer, first, start, end), strict=True)

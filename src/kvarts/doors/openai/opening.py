@@ -22,8 +22,7 @@ from kvarts.core.executor import CostModel, no_rotation
 from kvarts.core.kv.groups import GroupMemory
 from kvarts.core.parts.combines import check_combination
 from kvarts.core.request import Request
-from kvarts.cost.polynomial import PrefillCost
-from kvarts.cost.simulated import SimExecutor
+from kvarts.cost.simulated import PrefillCost, SimExecutor
 from kvarts.doors.openai.access import Guard
 from kvarts.doors.openai.app import OpenAIApp, Watcher
 from kvarts.doors.openai.failures import FailureScript
