@@ -130,7 +130,20 @@ class Decodes:
         self.keeps_all = all(self._keeps[index] for index in self.bounded)
         """Whether all released parts are listed."""
         self._orders = any(sparse)
-        """Whether a step must be planned in turns if it takes parts that are not empty, after some became empty."""
+        """Whether the turns of a step matter if it takes parts that are not empty, after some became empty."""
+        self._is_own_turn = [
+            group.layer.kind != "chunk" and ((group.layer.span or 1) - 1 + lag) % page_size == 0 for group in groups
+        ]
+        """By group, whether a decode that releases a page begins one in the next step: it takes more at that turn."""
+        self._emptying: list[list[Stream]] = [[] for _ in range(page_size)]
+        """By slot, the streams of other groups whose parts become empty, if turns matter."""
+        self._given_at: list[tuple[int, int]] = []
+        """What became empty after the last step other than by regular releases of these groups: the admission of the
+        decode, and the bytes."""
+        self._is_out_of_turn = False
+        """Whether any of them is more than its decode takes at that turn."""
+        self._odd_turns: list[tuple[int, int, RunTable]] = []
+        """The odd releases after the last step."""
         self.num_silent = 0
         """The number of silent streams that continue."""
         self._lags = [FirstSeen(group.layer, page_size).lag + lag for group in groups]
@@ -260,6 +273,8 @@ class Decodes:
             else:
                 self.num_emptied[index][slot] += 1
                 self._emptied_bytes[slot] += self._account.part_bytes[index]
+                if self._orders and not self._is_own_turn[index]:
+                    self._emptying[slot].append(stream)
         if is_silent or not is_whole or (keeps and not self._keeps[index]):
             # Pages from there on are released in another way: generated parts are not kept, for example.
             self._expect(table, index, self._last_step(table, index, end - 1))
@@ -319,6 +334,8 @@ class Decodes:
         else:
             self.num_emptied[index][slot] -= 1
             self._emptied_bytes[slot] -= self._account.part_bytes[index]
+            if self._orders and not self._is_own_turn[index]:
+                self._emptying[slot].remove(stream)
         stream.last = stream.high
         stream.set_gate()
 
@@ -424,6 +441,8 @@ class Decodes:
         slot = self.step % self.page_size
         odd = self.odd_now() if self._odd_steps and self._odd_steps[0] <= self.step else []
         listing = self.listing[slot]
+        if self._orders:
+            self._note_turns(slot, odd)
         if not odd:
             if listing:
                 self._list(listing)
@@ -436,7 +455,13 @@ class Decodes:
                 if place > start:
                     self._list(listing[start:place])
                 self._account.name_emitted(table)
+                empty_bytes = self._account.empty_bytes
                 self._account.free_skipped_in(table, index, table.base + self.step + 1 - self._lag)
+                if self._orders and (given_bytes := self._account.empty_bytes - empty_bytes):
+                    self._given_at.append((admission, given_bytes))
+                    begins_page = (table.base + self.step + 1) % self.page_size == 0
+                    if not begins_page or given_bytes > self._account.part_bytes[index]:
+                        self._is_out_of_turn = True
             if place < len(listing):
                 self._list(listing[place:])
         if self.given_bytes[slot]:
@@ -448,6 +473,88 @@ class Decodes:
         self.step += 1
         for _, index, table in odd:
             self.begin_group(table, index)
+
+    # Turns -------------------------------------------------------------------------------------------------
+
+    def _note_turns(self, slot: int, odd: list[tuple[int, int, RunTable]]) -> None:
+        """Begin the turns of the step that ends, after which streams of `slot` and `odd` ones release."""
+        part_bytes = self._account.part_bytes
+        self._odd_turns = odd
+        self._given_at = [(stream.admission, part_bytes[stream.group]) for stream in self._emptying[slot]]
+        self._is_out_of_turn = bool(self._given_at)
+
+    def begin_releases(self, table: RunTable, num_tokens: int, num_in_flight: int, admission: int) -> None:
+        """Release what a sequence that is about to start no longer needs, at its turn after the step that ended."""
+        account = self._account
+        empty_bytes = account.empty_bytes
+        account.free_skipped(table, num_tokens, num_in_flight)
+        if self._orders and account.empty_bytes > empty_bytes:
+            self._given_at.append((admission, account.empty_bytes - empty_bytes))
+            self._is_out_of_turn = True
+
+    def needs_turns(self, num_due: int) -> bool:
+        """Return whether turns matter to the next step, in which `num_due` decodes begin a page."""
+        if not self._is_out_of_turn:
+            return False
+        empty_bytes = self._account.empty_bytes - sum([given_bytes for _, given_bytes in self._given_at])
+        return num_due * self._account.page_bytes > empty_bytes
+
+    def make_room_in_turns(self, tables: Sequence[RunTable]) -> None:
+        """Let so much be empty that `tables` can take a page each, as if each took it at its turn."""
+        num_bytes = self.bytes_in_turns(tables)
+        if num_bytes > self._account.empty_bytes:
+            self._account.evict(num_bytes)
+
+    def bytes_in_turns(self, tables: Sequence[RunTable]) -> int:
+        """Return how many bytes must be empty now, if `tables` take a page each in the next step, at their turns.
+
+        They are all that do, in the order of admission. A decode can use what became empty at its own turn, and at
+        earlier ones. Regular releases of groups in `_is_own_turn` are at the turns of `tables`, each of which takes
+        more.
+        """
+        turns, account = sorted(self._given_at), self._account
+        odd = {(admission, index) for admission, index, _ in self._odd_turns}
+        slot, page_bytes = (self.step - 1) % self.page_size, account.page_bytes
+        released_bytes = 0
+        owns: list[int] = []
+        for table in tables:
+            own_bytes = 0
+            for index in self.bounded:
+                stream = table.streams[index]
+                if stream is None or stream.keeps or stream.is_silent or stream.slot != slot:
+                    continue
+                if self._is_own_turn[index] and (table.admission, index) not in odd:
+                    own_bytes += account.part_bytes[index]
+            owns.append(own_bytes)
+            released_bytes += own_bytes
+        released_bytes += sum([given_bytes for _, given_bytes in turns])
+        # All that is taken up to a turn, and released after it, must be empty now.
+        most_bytes = len(tables) * page_bytes
+        place = taken_bytes = 0
+        for admission, given_bytes in turns:
+            while place < len(tables) and tables[place].admission < admission:
+                taken_bytes += page_bytes
+                released_bytes -= owns[place]
+                place += 1
+            most_bytes = max(most_bytes, taken_bytes + released_bytes)
+            released_bytes -= given_bytes
+        return most_bytes
+
+    def _has_own_turns(self) -> bool:
+        """Return whether all odd releases of this step are at turns at which their decodes take more in the next."""
+        for admission, index, table in self._odd[self.step]:
+            if table.odd_steps[index] != self.step or not table.is_decoding or table.admission != admission:
+                continue
+            if (table.base + self.step + 1) % self.page_size:
+                return False
+            stream, held = table.streams[index], table.held[index]
+            if stream is not None:
+                self.catch_up(stream)
+            first = held[0].start if held else table.first_open[index]
+            position, lag = table.base + self.step + 1 - self._lag, self._lags[index] - self._lag
+            if self._is_chunk[index] or (position - lag) // self.page_size - max(first, self._sinks[index]) > 1:
+                return False
+        return True
 
     def defer_skipped(self, tables: Sequence[RunTable]) -> None:
         """End the step; `tables`, all decodes that would release something, do so when they are settled."""
@@ -496,7 +603,8 @@ class Decodes:
             if kept_bytes > account.free_bytes:
                 break
             if self._orders and self.num_due[slot] * account.page_bytes > account.empty_bytes:
-                break
+                if self._emptying[self.step % self.page_size] or not self._has_own_turns():
+                    break
             # A waiting request may be given up before the releases that are enough for it, so these end the leap.
             most_bytes = account.free_bytes - kept_bytes + self._most_released()
             if wanted_bytes and (wanted_bytes <= most_bytes or self.filling[slot]):
@@ -630,7 +738,7 @@ class Decodes:
         most_bytes = (num_steps // page_size + 1) * self.num_decoding * page_bytes
         if not wanted_bytes and most_bytes <= (account.empty_bytes if self._orders else left_bytes):
             return num_steps
-        if self._orders:
+        if self._orders and any(self._emptying):
             num_steps = self._num_in_order(slot, num_steps)
         for step in range(1, num_steps):
             back_bytes = given_bytes[slot]
@@ -650,10 +758,10 @@ class Decodes:
         page_bytes = self._account.page_bytes
         empty_bytes = self._account.empty_bytes - self.num_due[slot] * page_bytes
         for step in range(1, num_steps):
-            emptied_bytes = self._emptied_bytes[slot]
+            emptied_bytes, emptying = self._emptied_bytes[slot], self._emptying[slot]
             slot = slot + 1 if slot + 1 < self.page_size else 0
             taken_bytes = self.num_due[slot] * page_bytes
-            if emptied_bytes and taken_bytes > max(0, empty_bytes):
+            if emptying and taken_bytes > max(0, empty_bytes):
                 return step
             empty_bytes = max(0, empty_bytes) + emptied_bytes - taken_bytes
         return num_steps
