@@ -66,6 +66,8 @@ class GroupNeeds:
         self._whole_blocks = sum(blocks for group, blocks in self._groups if group.layer.kind in ("full", "latent"))
         self._keeps_all = [not (group.is_state or group.is_bounded) for group, _ in self._groups]
         self._is_state = [group.is_state for group, _ in self._groups]
+        self._is_window = [group.layer.kind == "window" and memory.hit_pages == 1 for group, _ in self._groups]
+        """By group, whether it is of windows, in a model whose blocks have one size."""
         self._first_seen = [FirstSeen(group.layer, page_size) for group, _ in self._groups]
         self._sinks = [self._num_sink(group.layer) for group, _ in self._groups]
         bounded = [(group.layer, blocks) for group, blocks in self._groups if group.is_bounded]
@@ -301,13 +303,18 @@ class GroupNeeds:
     def least_to_admit(self, start: int, num_known: int, end: int, found: Held, *, prefill_end: int = 0) -> int:
         """Return a lower bound of `to_admit` that stays valid if parts of `found` are evicted.
 
-        A request that finds less may have no idle parts of windows to hold; and it may find a copy that others hold.
+        A request that finds less may have no idle parts of windows to hold, unless these reach to its first page: then
+        it needs a part more for each that it does not find. And it may find a copy that others hold.
         """
         in_all, in_step = self._beside_found(start, num_known, end, prefill_end)
-        idle = self._idle(start, found, of_whole=True)
-        for index, (group, part_blocks) in enumerate(self._groups if idle else ()):
-            if not (group.is_state or group.is_bounded):
-                idle -= part_blocks * found.num_with_held_copy(index)
+        idle, num_hit = self._idle(start, found, of_whole=True), start // self._page_size
+        for index, (group, part_blocks) in enumerate(self._groups if start else ()):
+            if self._keeps_all[index]:
+                idle -= part_blocks * found.num_with_held_copy(index) if idle else 0
+            elif self._is_window[index] and not self._first_seen[index].page(start):
+                num_idle = num_hit - found.num_shared(index, 0)
+                if num_idle:
+                    idle += part_blocks * (num_idle - found.num_with_held_copy(index))
         return max(in_all + idle, in_step)
 
     def _beside_found(self, start: int, num_known: int, end: int, prefill_end: int) -> tuple[int, int]:
