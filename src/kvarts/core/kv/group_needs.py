@@ -74,6 +74,11 @@ class GroupNeeds:
         most_new_states = 1 + memory.saves_inside
         self._new_caps = [most_new_states if memory.aligns and layer.kind == "state" else FAR for layer, _ in bounded]
         self._caps = [(self._cap(group, most_kept), blocks) for group, blocks in self._groups if group.is_bounded]
+        alike: dict[tuple[int, int], int] = {}
+        for (cap, blocks), new_cap in zip(self._caps, self._new_caps, strict=True):
+            alike[cap, new_cap] = alike.get((cap, new_cap), 0) + blocks
+        self._alike = [(cap, new_cap, blocks) for (cap, new_cap), blocks in alike.items()]
+        """The cap of groups with windows or chunks, that of new pages, and the blocks of a page in all these groups."""
         # Chunks that begin inside a page may reach into one page more, which vLLM's cap does not count.
         self._most = [
             (cap + (layer.kind == "chunk" and (layer.span or 1) % page_size > 0), blocks)
@@ -322,8 +327,10 @@ class GroupNeeds:
         num_hit = start // self._page_size
         num_pages = -(-num_known // self._page_size)
         in_all = self._whole_blocks * (num_pages - num_hit)
-        for (cap, part_blocks), new_cap in zip(self._caps, self._new_caps, strict=True):
-            in_all += part_blocks * min(max(0, min(num_pages, cap) - num_hit), new_cap)
+        for cap, new_cap, part_blocks in self._alike:
+            most = (num_pages if num_pages < cap else cap) - num_hit
+            if most > 0:
+                in_all += part_blocks * (most if most < new_cap else new_cap)
         num_new = -(-end // self._page_size) - num_hit
         in_step = self.page_blocks * num_new
         if self._less_in_chunk:

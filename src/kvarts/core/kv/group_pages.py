@@ -225,9 +225,11 @@ class GroupPages(Cache):
 
     def counts(self) -> tuple[int, ...]:
         """Return the parts used and cached in each group, as one pair per group."""
-        parts = self.parts
-        counts = [0] * (2 * len(parts.num_used))
-        counts[::2], counts[1::2] = parts.num_used, parts.num_cached
+        num_used, num_cached = self.parts.num_used, self.parts.num_cached
+        counts: list[int] = []
+        for index in range(len(num_used)):  # this runs in each step
+            counts.append(num_used[index])
+            counts.append(num_cached[index])
         return tuple(counts)
 
     def look(self, mark: Mark) -> None:
