@@ -313,7 +313,7 @@ class GroupNeeds:
         """
         in_all, in_step = self._beside_found(start, num_known, end, prefill_end)
         idle, num_hit = self._idle(start, found, of_whole=True), start // self._page_size
-        for index, (group, part_blocks) in enumerate(self._groups if start else ()):
+        for index, (_, part_blocks) in enumerate(self._groups if start else ()):
             if self._keeps_all[index]:
                 idle -= part_blocks * found.num_with_held_copy(index) if idle else 0
             elif self._is_window[index] and not self._first_seen[index].page(start):

@@ -138,7 +138,7 @@ class Settling:
 
     def _settle_followed(self, decodes: FollowedDecodes, joined: list[Request]) -> None:
         """Settle decodes that the cache follows, and let those that `joined` them be followed."""
-        cache, running = self._scheduler.cache, self._scheduler.running
+        running = self._scheduler.running
         if self._unsettled:
             decodes.defer_skipped([table_of(request) for request in self._unsettled if request not in joined])
         else:
