@@ -695,13 +695,13 @@ class RunTable:
 class Stream:
     """Pages that `table` releases in a group, in order; ENDED once it releases no more.
 
-    `keeps`: they are listed; otherwise they become empty at once. `begun`: the first step that it is of. `slot`: the slot of the steps of its releases. `low`:
-    the page that is evicted next. `high`: the first page that is not released, as far as `runs` are up to date: these
-    have the pages in between, except for the ranges of `holes`, which it no longer lists. `last`: no page from there on
-    is released; NEVER while it continues. `gate`: the page at which the first of `runs` has nothing left, if that is
-    known. `watch`: the same, but -1 with holes, since every page may be one. `seen`: the step with which it is up to
-    date. `is_silent`: another decode holds each page when the window of `table` passes it, and lists it later, so
-    nothing is listed and nothing counted.
+    `keeps`: they are listed; otherwise they become empty at once. `begun`: the first step that it is of. `slot`: the
+    slot of the steps of its releases. `low`: the page that is evicted next. `high`: the first page that is not
+    released, as far as `runs` are up to date: these have the pages in between, except for the ranges of `holes`, which
+    it no longer lists. `last`: no page from there on is released; NEVER while it continues. `gate`: the page at which
+    the first of `runs` has nothing left, if that is known. `watch`: the same, but -1 with holes, since every page may
+    be one. `seen`: the step with which it is up to date. `is_silent`: another decode holds each page when the window of
+    `table` passes it, and lists it later, so nothing is listed and nothing counted.
     """
 
     __slots__ = (
