@@ -433,10 +433,6 @@ class RunAccount(PartCounts):
             holders.append(table)
             held.append(run)
 
-    def free_skipped(self, table: RunTable, num_tokens: int, num_in_flight: int = 0) -> None:
-        """Release the parts that no token from `num_tokens` on attends to; all tokens before are computed."""
-        raise NotImplementedError
-
     def free_skipped_in(self, table: RunTable, index: int, num_tokens: int) -> None:
         """Release the parts of a group that no token from `num_tokens` on attends to."""
         raise NotImplementedError

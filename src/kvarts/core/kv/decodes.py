@@ -481,13 +481,10 @@ class Decodes:
         self._given_at = [(stream.admission, part_bytes[stream.group]) for stream in self._emptying[slot]]
         self._is_out_of_turn = bool(self._given_at)
 
-    def begin_releases(self, table: RunTable, num_tokens: int, num_in_flight: int, admission: int) -> None:
-        """Release what a sequence that is about to start no longer needs, at its turn after the step that ended."""
-        account = self._account
-        empty_bytes = account.empty_bytes
-        account.free_skipped(table, num_tokens, num_in_flight)
-        if self._orders and account.empty_bytes > empty_bytes:
-            self._given_at.append((admission, account.empty_bytes - empty_bytes))
+    def note_turn(self, admission: int, num_bytes: int) -> None:
+        """Record what became empty at the turn of a sequence that is about to start, after the step that ended."""
+        if num_bytes:
+            self._given_at.append((admission, num_bytes))
             self._is_out_of_turn = True
 
     def needs_turns(self, num_due: int) -> bool:

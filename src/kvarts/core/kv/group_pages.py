@@ -592,7 +592,10 @@ class DecodesInGroups(FollowedDecodes):
 
     def begin_releases(self, table: BlockTable, num_tokens: int, num_in_flight: int, admission: int) -> None:
         """Release what a sequence that is about to start no longer needs. `count` must follow."""
-        self._parts.decodes.begin_releases(cast(GroupTable, table).parts, num_tokens, num_in_flight, admission)
+        parts = self._parts
+        empty_bytes = parts.empty_bytes
+        parts.free_skipped(cast(GroupTable, table).parts, num_tokens, num_in_flight)
+        parts.decodes.note_turn(admission, parts.empty_bytes - empty_bytes)
 
     def needs_turns(self, num_due: int) -> bool:
         """Return whether it matters to the next step in which order `num_due` decodes take pages."""
