@@ -483,7 +483,7 @@ class Decodes:
 
     def note_turn(self, admission: int, num_bytes: int) -> None:
         """Record what became empty at the turn of a sequence that is about to start, after the step that ended."""
-        if num_bytes:
+        if num_bytes and self._orders:
             self._given_at.append((admission, num_bytes))
             self._is_out_of_turn = True
 
