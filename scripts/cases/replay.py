@@ -86,6 +86,22 @@ BOTH_WAYS = [
     ("roofline-cpu", "chat-200.csv", "--page-size 16 --model model --device cpu:cores=8,bandwidth=80GB/s,memory=16GiB"),
 ]
 
+SHIPPED = "--device h100-80gb --engine vllm==0.32 --max-seqs 64"
+LONG = f"{SHIPPED} --max-model-len 131072 --concurrency 24"
+# Hybrid models as vLLM starts them, in a full memory: leaps, single steps, and steps whose events are read.
+HYBRIDS = [
+    ("window", "small.jsonl", f"--model gpt-oss-20b --kv-memory 4GiB {LONG}"),
+    ("equal-windows", "small.jsonl", f"--model gemma-3-27b --kv-memory 18GiB {LONG}"),
+    ("equal-states", "small.jsonl", f"--model qwen3.5-27b --kv-memory 12GiB {LONG}"),
+    ("no-lag", "small.jsonl", f"--model gemma-3-27b --kv-memory 18GiB {LONG} --set async_scheduling=false"),
+    (
+        "priorities",
+        PRIORITIES,
+        f"--model gemma-3-27b --kv-memory 3GiB --max-model-len 4096 --set scheduling_policy=priority {SHIPPED}",
+    ),
+    ("preemptions", PRIORITIES, f"--model gpt-oss-20b --kv-memory 300MiB --max-model-len 2048 {SHIPPED}"),
+]
+
 EAGER = "--offload eager --set offload.h2d=50GB/s --set offload.d2h=50GB/s"
 SLOW_DISK = (
     "--set offload.disk_read=1GB/s --set offload.disk_write=400MB/s "
@@ -257,6 +273,10 @@ def replay_cases(data: Path) -> Iterator[Case]:
     yield case("replay/outputs-replicas", FORMS.format(trace="small.jsonl", more=replicas, files=EVERYTHING))
     for name, trace, settings in BOTH_WAYS:
         yield both_ways(f"replay/{name}", trace, settings, audit=trace in (SESSIONS, PRIORITIES))
+    for name, trace, settings in HYBRIDS:
+        text = f"kvarts replay {trace} {settings} {FILES} --json\n"
+        text += f"kvarts replay {trace} {settings} --step-by-step --json --requests slow.jsonl\n"
+        yield case(f"hybrids/{name}", text + f"kvarts replay {trace} {settings} --json --timeline t.jsonl")
     for name, trace, settings in TIERS:
         yield both_ways(f"tiers/{name}", trace, settings, audit=trace in (SESSIONS, PRIORITIES))
     audited = f"--pages 9000 {EXPLICIT} --audit"

@@ -13,6 +13,7 @@ from kvarts.base.errors import ConfigError
 from kvarts.cli.outputs import render_table
 from kvarts.core.content import pack_units
 from kvarts.core.kv.groups import PartGroup
+from kvarts.core.kv.layers import KvLayer
 from kvarts.core.sched.plan import Batch
 from kvarts.cost.hardware.fit import local_kv_groups
 from kvarts.cost.hardware.model_config import load_geometry
@@ -26,7 +27,7 @@ from kvarts.sim.traffic.trace import Trace, TraceRequest
 from kvarts.sim.traffic.workload import UniformLength, Workload
 
 from builders.case import ROUTERS, Case, branching_cases, cases, following_cases
-from builders.grouped import assert_same_outcome, part_groups, settings_of_keeps
+from builders.grouped import FULL, assert_same_outcome, part_groups, settings_of_keeps
 from builders.laws import assert_as_in_naive, assert_fast_as_slow
 from builders.outcome import run_kvarts
 
@@ -105,6 +106,30 @@ def test_decodes_that_are_followed_release_and_publish_when_those_do_that_an_aud
     settings: dict[str, Any] = {**settings_of_keeps(case, keeps), "groups": groups, "async_scheduling": True, **changes}
     if any(group.is_state for group in groups) and not any(group.has_states_by_page for group in groups):
         settings["mamba_cache_mode"] = mode
+    read, fast, slow = (
+        replay(case.trace(), case.config(**settings, **how)) for how in ({"audit": True}, {}, {"step_by_step": True})
+    )
+    assert_same_outcome(fast, slow)
+    assert_same_outcome(read, fast)
+
+
+@pytest.mark.laws
+@given(
+    branching_cases() | following_cases() | cases(max_requests=16) | cases(max_requests=16, cancels=True),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([{}, {"concurrency": 3}, {"concurrency": 8}, {"async_scheduling": False}]),
+)
+def test_decodes_take_pages_in_turn_where_windows_release_them_in_the_same_step(
+    case: Case, num_equal: int, num_pages: int, share: int, changes: dict[str, Any]
+) -> None:
+    """L1 to L3, L5: equal groups of windows that retain the parts of prompts only, in a memory that is full."""
+    case.profile = "default"
+    case.num_pages = max(1, case.num_pages * share // 3)
+    window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=num_pages * case.page_size), 2)
+    groups = (*(window,) * num_equal, PartGroup(FULL, 2))
+    settings = {**settings_of_keeps(case, "0"), "groups": groups, "async_scheduling": True, **changes}
     read, fast, slow = (
         replay(case.trace(), case.config(**settings, **how)) for how in ({"audit": True}, {}, {"step_by_step": True})
     )

@@ -247,7 +247,7 @@ class RunAccount(PartCounts):
         if self.empty_bytes < num_bytes:
             self.make_room(num_bytes)
         self.empty_bytes -= num_bytes
-        self.num_used[index] += count
+        self.num_used[index] = self.num_used[index] + count
 
     def take_pages(self, count: int) -> None:
         """Take the parts of `count` pages in every group that keeps tokens."""
@@ -262,7 +262,7 @@ class RunAccount(PartCounts):
         self.empty_bytes -= num_bytes
         num_used = self.num_used
         for index in self._of_tokens:
-            num_used[index] += count
+            num_used[index] = num_used[index] + count
 
     def take_blocks(self, count: int) -> list[PageId]:
         """Take `count` blocks, which must be free, from the memory of the parts; return their ids."""
@@ -331,18 +331,21 @@ class RunAccount(PartCounts):
                 if span is not None:  # `forget`, inlined
                     oldest.span = None
                     runs = span.parts[oldest.list_index]
-                    if runs[0] is oldest:
+                    if len(runs) == 1:
+                        runs.pop()
+                    elif runs[0] is oldest:
                         del runs[0]
                     else:
                         runs.remove(oldest)
                     if not (runs or span.num_users or span.children):
                         span.prune()
                 oldest = newer
-            num_cached[index] -= count
-            num_evicted[index] += count
+            num_cached[index] = num_cached[index] - count
+            num_evicted[index] = num_evicted[index] + count
             missing_bytes -= count * size
             if evicted is not None:
-                evicted += (index, count)
+                evicted.append(index)
+                evicted.append(count)
         assert oldest is not None
         older.newer, oldest.older = oldest, older
         gone_bytes = all_bytes - missing_bytes
@@ -459,7 +462,10 @@ class RunAccount(PartCounts):
         listed: list[PartRun] = []
         for run in runs:
             holders = run.holders
-            holders.remove(table)
+            if len(holders) == 1:
+                holders.pop()
+            else:
+                holders.remove(table)
             if not table.is_transfer:
                 run.is_passed = is_passed
             if holders:

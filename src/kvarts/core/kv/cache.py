@@ -495,6 +495,29 @@ class FollowedDecodes(ABC):
     def end_step(self) -> None:
         """Let decodes release the parts that none of their later tokens attends to. `Cache.count` must follow."""
 
+    @property
+    @abstractmethod
+    def counts_turns(self) -> bool:
+        """Whether the three methods below apply, where releases are in order: `Cache.orders_releases`."""
+
+    @abstractmethod
+    def begin_releases(self, table: BlockTable, num_tokens: int, num_in_flight: int, admission: int) -> None:
+        """Do what Cache.free_skipped does for a sequence that is about to start, after `end_step`."""
+
+    @abstractmethod
+    def needs_turns(self, num_due: int) -> bool:
+        """Return whether it matters to the next step in which order `num_due` decodes take pages.
+
+        A decode can use what became empty after the last step only if it was released at its own turn or before.
+        """
+
+    @abstractmethod
+    def make_room_in_turns(self, tables: Sequence[BlockTable]) -> None:
+        """Let so many blocks be empty that `tables` can take a page each, as if each took it at its turn.
+
+        They are all decodes that take one in the next step, in the order of admission.
+        """
+
     @abstractmethod
     def defer_skipped(self, tables: Sequence[BlockTable]) -> None:
         """End the step for decodes, but postpone the releases of `tables` until `free_skipped` is called for each.

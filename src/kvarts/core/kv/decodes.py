@@ -130,7 +130,18 @@ class Decodes:
         self.keeps_all = all(self._keeps[index] for index in self.bounded)
         """Whether all released parts are listed."""
         self._orders = any(sparse)
-        """Whether a step must be planned in turns if it takes parts that are not empty, after some became empty."""
+        """Whether the turns of a step matter if it takes parts that are not empty, after some became empty."""
+        self._is_own_turn = [
+            group.layer.kind != "chunk" and ((group.layer.span or 1) - 1 + lag) % page_size == 0 for group in groups
+        ]
+        """By group, whether a decode that releases a page begins one in the next step: it takes more at that turn."""
+        self._emptying: list[list[Stream]] = [[] for _ in range(page_size)]
+        """By slot, the streams of other groups whose parts become empty, if turns matter."""
+        self._given_at: list[tuple[int, int]] = []
+        """What became empty after the last step other than by regular releases of these groups: the admission of the
+        decode, and the bytes."""
+        self._is_out_of_turn = False
+        """Whether any of them is more than its decode takes at that turn."""
         self.num_silent = 0
         """The number of silent streams that continue."""
         self._lags = [FirstSeen(group.layer, page_size).lag + lag for group in groups]
@@ -153,7 +164,7 @@ class Decodes:
         table.base = base
         table.admission = admission
         self.num_decoding += 1
-        self.num_due[-base % page_size] += 1
+        self.num_due[-base % page_size] = self.num_due[-base % page_size] + 1
         if table.content.num_known_pages > table.num_named:
             self.num_filling += 1
             insort(self.filling[(self._lag - 1 - base) % page_size], table, key=_admission)
@@ -171,7 +182,7 @@ class Decodes:
         """
         page_size, base = self.page_size, table.base
         self.num_decoding -= 1
-        self.num_due[-base % page_size] -= 1
+        self.num_due[-base % page_size] = self.num_due[-base % page_size] - 1
         filling = self.filling[(self._lag - 1 - base) % page_size]
         if self.num_filling and table in filling:
             self.num_filling -= 1
@@ -250,16 +261,19 @@ class Decodes:
             return
         slot = first_step % page_size
         stream = table.streams[index] = Stream(table, index, page, slot, keeps=keeps, is_silent=is_silent)
+        stream.begun = step
         if is_silent:
             self.num_silent += 1
         else:
-            self.given_bytes[slot] += self._account.part_bytes[index]
+            self.given_bytes[slot] = self.given_bytes[slot] + self._account.part_bytes[index]
             if keeps:
-                insort(self.listing[slot], stream, key=_turn)
-                self.num_listed[index][slot] += 1
+                _insert(self.listing[slot], stream)
+                self.num_listed[index][slot] = self.num_listed[index][slot] + 1
             else:
-                self.num_emptied[index][slot] += 1
-                self._emptied_bytes[slot] += self._account.part_bytes[index]
+                self.num_emptied[index][slot] = self.num_emptied[index][slot] + 1
+                self._emptied_bytes[slot] = self._emptied_bytes[slot] + self._account.part_bytes[index]
+                if self._orders and not self._is_own_turn[index]:
+                    self._emptying[slot].append(stream)
         if is_silent or not is_whole or (keeps and not self._keeps[index]):
             # Pages from there on are released in another way: generated parts are not kept, for example.
             self._expect(table, index, self._last_step(table, index, end - 1))
@@ -312,13 +326,15 @@ class Decodes:
             stream.last = stream.high
             return
         slot = stream.slot
-        self.given_bytes[slot] -= self._account.part_bytes[index]
+        self.given_bytes[slot] = self.given_bytes[slot] - self._account.part_bytes[index]
         if stream.keeps:
             self.listing[slot].remove(stream)
-            self.num_listed[index][slot] -= 1
+            self.num_listed[index][slot] = self.num_listed[index][slot] - 1
         else:
-            self.num_emptied[index][slot] -= 1
-            self._emptied_bytes[slot] -= self._account.part_bytes[index]
+            self.num_emptied[index][slot] = self.num_emptied[index][slot] - 1
+            self._emptied_bytes[slot] = self._emptied_bytes[slot] - self._account.part_bytes[index]
+            if self._orders and not self._is_own_turn[index]:
+                self._emptying[slot].remove(stream)
         stream.last = stream.high
         stream.set_gate()
 
@@ -424,6 +440,8 @@ class Decodes:
         slot = self.step % self.page_size
         odd = self.odd_now() if self._odd_steps and self._odd_steps[0] <= self.step else []
         listing = self.listing[slot]
+        if self._orders:
+            self._note_turns(slot)
         if not odd:
             if listing:
                 self._list(listing)
@@ -436,7 +454,13 @@ class Decodes:
                 if place > start:
                     self._list(listing[start:place])
                 self._account.name_emitted(table)
+                empty_bytes = self._account.empty_bytes
                 self._account.free_skipped_in(table, index, table.base + self.step + 1 - self._lag)
+                if self._orders and (given_bytes := self._account.empty_bytes - empty_bytes):
+                    self._given_at.append((admission, given_bytes))
+                    begins_page = (table.base + self.step + 1) % self.page_size == 0
+                    if not begins_page or given_bytes > self._account.part_bytes[index]:
+                        self._is_out_of_turn = True
             if place < len(listing):
                 self._list(listing[place:])
         if self.given_bytes[slot]:
@@ -448,6 +472,83 @@ class Decodes:
         self.step += 1
         for _, index, table in odd:
             self.begin_group(table, index)
+
+    # Turns -------------------------------------------------------------------------------------------------
+
+    def _note_turns(self, slot: int) -> None:
+        """Begin the turns of the step that ends, after which streams of `slot` release."""
+        part_bytes = self._account.part_bytes
+        self._given_at = [(stream.admission, part_bytes[stream.group]) for stream in self._emptying[slot]]
+        self._is_out_of_turn = bool(self._given_at)
+
+    def note_turn(self, admission: int, num_bytes: int) -> None:
+        """Record what became empty at the turn of a sequence that is about to start, after the step that ended."""
+        if num_bytes and self._orders:
+            self._given_at.append((admission, num_bytes))
+            self._is_out_of_turn = True
+
+    def needs_turns(self, num_due: int) -> bool:
+        """Return whether turns matter to the next step, in which `num_due` decodes begin a page."""
+        if not self._is_out_of_turn:
+            return False
+        empty_bytes = self._account.empty_bytes - sum([given_bytes for _, given_bytes in self._given_at])
+        return num_due * self._account.page_bytes > empty_bytes
+
+    def make_room_in_turns(self, tables: Sequence[RunTable]) -> None:
+        """Let so much be empty that `tables` can take a page each, as if each took it at its turn."""
+        num_bytes = self.bytes_in_turns(tables)
+        if num_bytes > self._account.empty_bytes:
+            self._account.evict(num_bytes)
+
+    def bytes_in_turns(self, tables: Sequence[RunTable]) -> int:
+        """Return how many bytes must be empty now, if `tables` take a page each in the next step, at their turns.
+
+        They are all that do, in the order of admission. A decode can use what became empty at its own turn, and at
+        earlier ones. Regular releases of groups in `_is_own_turn` are at the turns of `tables`, each of which takes
+        more.
+        """
+        turns, account = sorted(self._given_at), self._account
+        slot, page_bytes = (self.step - 1) % self.page_size, account.page_bytes
+        released_bytes = 0
+        owns: list[int] = []
+        for table in tables:
+            own_bytes = 0
+            for index in self.bounded:
+                stream = table.streams[index]
+                if stream is None or stream.keeps or stream.is_silent or stream.slot != slot:
+                    continue
+                if self._is_own_turn[index] and stream.begun < self.step:
+                    own_bytes += account.part_bytes[index]
+            owns.append(own_bytes)
+            released_bytes += own_bytes
+        released_bytes += sum([given_bytes for _, given_bytes in turns])
+        # All that is taken up to a turn, and released after it, must be empty now.
+        most_bytes = len(tables) * page_bytes
+        place = taken_bytes = 0
+        for admission, given_bytes in turns:
+            while place < len(tables) and tables[place].admission < admission:
+                taken_bytes += page_bytes
+                released_bytes -= owns[place]
+                place += 1
+            most_bytes = max(most_bytes, taken_bytes + released_bytes)
+            released_bytes -= given_bytes
+        return most_bytes
+
+    def _has_own_turns(self) -> bool:
+        """Return whether all odd releases of this step are at turns at which their decodes take more in the next."""
+        for admission, index, table in self._odd[self.step]:
+            if table.odd_steps[index] != self.step or not table.is_decoding or table.admission != admission:
+                continue
+            if (table.base + self.step + 1) % self.page_size:
+                return False
+            stream, held = table.streams[index], table.held[index]
+            if stream is not None:
+                self.catch_up(stream)
+            first = held[0].start if held else table.first_open[index]
+            position, lag = table.base + self.step + 1 - self._lag, self._lags[index] - self._lag
+            if self._is_chunk[index] or (position - lag) // self.page_size - max(first, self._sinks[index]) > 1:
+                return False
+        return True
 
     def defer_skipped(self, tables: Sequence[RunTable]) -> None:
         """End the step; `tables`, all decodes that would release something, do so when they are settled."""
@@ -495,7 +596,8 @@ class Decodes:
             kept_bytes = account.promised_bytes + self.num_due[slot] * account.page_bytes
             if kept_bytes > account.free_bytes:
                 break
-            if self._orders and self.num_due[slot] * account.page_bytes > account.empty_bytes:
+            is_full = self._orders and self.num_due[slot] * account.page_bytes > account.empty_bytes
+            if is_full and (self._emptying[self.step % self.page_size] or not self._has_own_turns()):
                 break
             # A waiting request may be given up before the releases that are enough for it, so these end the leap.
             most_bytes = account.free_bytes - kept_bytes + self._most_released()
@@ -539,10 +641,8 @@ class Decodes:
         num_steps = self._num_certain(slot, most_steps, wanted_bytes)
         taken = _turned(self.num_due, slot, num_steps)
         bounded = self.bounded
-        listed = [_turned(self.num_listed[index], slot, num_steps) for index in bounded]
-        emptied: list[list[int]] = []
-        if not self.keeps_all:
-            emptied = [_turned(self.num_emptied[index], slot, num_steps) for index in bounded]
+        listed, num_listed = _of_groups(self.num_listed, bounded, slot, num_steps)
+        emptied, num_emptied = _of_groups(self.num_emptied, () if self.keeps_all else bounded, slot, num_steps)
         num_ended = num_steps - 1
         if self._events is not None:
             return RunLeap(taken, listed, emptied, self._pass_telling(taken, self._events))
@@ -550,17 +650,17 @@ class Decodes:
             self._pass_and_fill(num_steps)
         else:
             self.pass_steps(num_ended)
-        missing_bytes = self._missing_bytes(taken, emptied)
+        missing_bytes = self._missing_bytes(taken, slot, any(num_emptied))
         for place, index in enumerate(bounded):
-            if count := sum(listed[place]) - listed[place][num_ended]:
+            if num_listed[place] and (count := num_listed[place] - listed[place][num_ended]):
                 account.note_cached(index, count)
         evicted: list[int] = []
         if missing_bytes > 0:
             account.evict_to(account.empty_bytes + missing_bytes, evicted)
         account.note_pages_taken(sum(taken))
-        for index, of_group in zip(bounded, emptied, strict=False):
-            if count := sum(of_group) - of_group[num_ended]:
-                account.note_empty(index, count)
+        for place, of_group in enumerate(emptied):
+            if num_emptied[place] and (count := num_emptied[place] - of_group[num_ended]):
+                account.note_empty(bounded[place], count)
         return RunLeap(taken, listed, emptied, evicted)
 
     def _pass_and_fill(self, num_steps: int) -> None:
@@ -630,7 +730,7 @@ class Decodes:
         most_bytes = (num_steps // page_size + 1) * self.num_decoding * page_bytes
         if not wanted_bytes and most_bytes <= (account.empty_bytes if self._orders else left_bytes):
             return num_steps
-        if self._orders:
+        if self._orders and any(self._emptying):
             num_steps = self._num_in_order(slot, num_steps)
         for step in range(1, num_steps):
             back_bytes = given_bytes[slot]
@@ -650,27 +750,32 @@ class Decodes:
         page_bytes = self._account.page_bytes
         empty_bytes = self._account.empty_bytes - self.num_due[slot] * page_bytes
         for step in range(1, num_steps):
-            emptied_bytes = self._emptied_bytes[slot]
+            emptied_bytes, emptying = self._emptied_bytes[slot], self._emptying[slot]
             slot = slot + 1 if slot + 1 < self.page_size else 0
             taken_bytes = self.num_due[slot] * page_bytes
-            if emptied_bytes and taken_bytes > max(0, empty_bytes):
+            if emptying and taken_bytes > max(0, empty_bytes):
                 return step
             empty_bytes = max(0, empty_bytes) + emptied_bytes - taken_bytes
         return num_steps
 
-    def _missing_bytes(self, taken: list[int], emptied: list[list[int]]) -> int:
-        """Return the bytes to evict: the most by which bytes taken up to a step exceed those empty before."""
+    def _missing_bytes(self, taken: list[int], slot: int, has_emptied: bool) -> int:
+        """Return the bytes to evict: the most by which bytes taken up to a step exceed those empty before.
+
+        `slot`: of the first step. `has_emptied`: whether parts become empty after any of the steps.
+        """
         account, page_bytes = self._account, self._account.page_bytes
         missing_bytes = sum(taken) * page_bytes - account.empty_bytes
-        if missing_bytes <= 0 or not any(map(any, emptied)):
+        if missing_bytes <= 0 or not has_emptied:
             return missing_bytes
-        sizes = [account.part_bytes[index] for index in self.bounded]
+        emptied_bytes, page_size = self._emptied_bytes, self.page_size
         most = missing_bytes = -account.empty_bytes
-        for step, num_pages in enumerate(taken):
-            missing_bytes += num_pages * page_bytes
-            most = max(most, missing_bytes)
-            for of_group, num_bytes in zip(emptied, sizes, strict=True):
-                missing_bytes -= of_group[step] * num_bytes
+        for num_pages in taken:
+            if num_pages:
+                missing_bytes += num_pages * page_bytes
+                if missing_bytes > most:
+                    most = missing_bytes
+            missing_bytes -= emptied_bytes[slot]
+            slot = slot + 1 if slot + 1 < page_size else 0
         return most
 
     # Catching up --------------------------------------------------------------------------------------------
@@ -822,12 +927,46 @@ def _turned(by_slot: list[T], slot: int, num_steps: int) -> list[T]:
     return turns + by_slot[: num_steps - len(turns)]
 
 
+def _of_groups(
+    by_group: list[list[int]], groups: Sequence[int], slot: int, num_steps: int
+) -> tuple[list[list[int]], list[int]]:
+    """Return the entries of `by_group` for `num_steps` steps, as `_turned` does for each of `groups`, and their sums.
+
+    Of groups that have as many tokens in their windows, usually all entries are equal.
+    """
+    every: list[list[int]] = []
+    sums: list[int] = []
+    before: list[int] | None = None
+    for index in groups:
+        by_slot = by_group[index]
+        if before is not None and by_slot == before:
+            every.append(every[-1].copy())
+            sums.append(sums[-1])
+        else:
+            before = by_slot
+            entries = _turned(by_slot, slot, num_steps)
+            every.append(entries)
+            sums.append(sum(entries))
+    return every, sums
+
+
 def _admission(table: RunTable) -> int:
     return table.admission
 
 
-def _turn(stream: Stream) -> tuple[int, int]:
-    return stream.admission, stream.group
+def _insert(streams: list[Stream], stream: Stream) -> None:
+    """Insert `stream` into `streams`, in the order of admission, then group; usually it is one of the last."""
+    admission, group = stream.admission, stream.group
+    place = len(streams)
+    while place:
+        before = streams[place - 1]
+        if before.admission < admission or (before.admission == admission and before.group < group):
+            break
+        place -= 1
+    if place == len(streams):
+        streams.append(stream)
+    else:
+        streams.insert(place, stream)
 
 
 def _place(odd: tuple[int, int, RunTable]) -> tuple[int, int]:

@@ -66,12 +66,19 @@ class GroupNeeds:
         self._whole_blocks = sum(blocks for group, blocks in self._groups if group.layer.kind in ("full", "latent"))
         self._keeps_all = [not (group.is_state or group.is_bounded) for group, _ in self._groups]
         self._is_state = [group.is_state for group, _ in self._groups]
+        self._is_window = [group.layer.kind == "window" and memory.hit_pages == 1 for group, _ in self._groups]
+        """By group, whether it is of windows, in a model whose blocks have one size."""
         self._first_seen = [FirstSeen(group.layer, page_size) for group, _ in self._groups]
         self._sinks = [self._num_sink(group.layer) for group, _ in self._groups]
         bounded = [(group.layer, blocks) for group, blocks in self._groups if group.is_bounded]
         most_new_states = 1 + memory.saves_inside
         self._new_caps = [most_new_states if memory.aligns and layer.kind == "state" else FAR for layer, _ in bounded]
         self._caps = [(self._cap(group, most_kept), blocks) for group, blocks in self._groups if group.is_bounded]
+        alike: dict[tuple[int, int], int] = {}
+        for (cap, blocks), new_cap in zip(self._caps, self._new_caps, strict=True):
+            alike[cap, new_cap] = alike.get((cap, new_cap), 0) + blocks
+        self._alike = [(cap, new_cap, blocks) for (cap, new_cap), blocks in alike.items()]
+        """The cap of groups with windows or chunks, that of new pages, and the blocks of a page in all these groups."""
         # Chunks that begin inside a page may reach into one page more, which vLLM's cap does not count.
         self._most = [
             (cap + (layer.kind == "chunk" and (layer.span or 1) % page_size > 0), blocks)
@@ -301,13 +308,18 @@ class GroupNeeds:
     def least_to_admit(self, start: int, num_known: int, end: int, found: Held, *, prefill_end: int = 0) -> int:
         """Return a lower bound of `to_admit` that stays valid if parts of `found` are evicted.
 
-        A request that finds less may have no idle parts of windows to hold; and it may find a copy that others hold.
+        A request that finds less may have no idle parts of windows to hold, unless these reach to its first page: then
+        it needs a part more for each that it does not find. And it may find a copy that others hold.
         """
         in_all, in_step = self._beside_found(start, num_known, end, prefill_end)
-        idle = self._idle(start, found, of_whole=True)
-        for index, (group, part_blocks) in enumerate(self._groups if idle else ()):
-            if not (group.is_state or group.is_bounded):
-                idle -= part_blocks * found.num_with_held_copy(index)
+        idle, num_hit = self._idle(start, found, of_whole=True), start // self._page_size
+        for index, (_, part_blocks) in enumerate(self._groups if start else ()):
+            if self._keeps_all[index]:
+                idle -= part_blocks * found.num_with_held_copy(index) if idle else 0
+            elif self._is_window[index] and not self._first_seen[index].page(start):
+                num_idle = num_hit - found.num_shared(index, 0)
+                if num_idle:
+                    idle += part_blocks * (num_idle - found.num_with_held_copy(index))
         return max(in_all + idle, in_step)
 
     def _beside_found(self, start: int, num_known: int, end: int, prefill_end: int) -> tuple[int, int]:
@@ -315,8 +327,10 @@ class GroupNeeds:
         num_hit = start // self._page_size
         num_pages = -(-num_known // self._page_size)
         in_all = self._whole_blocks * (num_pages - num_hit)
-        for (cap, part_blocks), new_cap in zip(self._caps, self._new_caps, strict=True):
-            in_all += part_blocks * min(max(0, min(num_pages, cap) - num_hit), new_cap)
+        for cap, new_cap, part_blocks in self._alike:
+            most = (num_pages if num_pages < cap else cap) - num_hit
+            if most > 0:
+                in_all += part_blocks * (most if most < new_cap else new_cap)
         num_new = -(-end // self._page_size) - num_hit
         in_step = self.page_blocks * num_new
         if self._less_in_chunk:

@@ -225,9 +225,11 @@ class GroupPages(Cache):
 
     def counts(self) -> tuple[int, ...]:
         """Return the parts used and cached in each group, as one pair per group."""
-        parts = self.parts
-        counts = [0] * (2 * len(parts.num_used))
-        counts[::2], counts[1::2] = parts.num_used, parts.num_cached
+        num_used, num_cached = self.parts.num_used, self.parts.num_cached
+        counts: list[int] = []
+        for index in range(len(num_used)):  # this runs in each step
+            counts.append(num_used[index])
+            counts.append(num_cached[index])
         return tuple(counts)
 
     def look(self, mark: Mark) -> None:
@@ -582,6 +584,27 @@ class DecodesInGroups(FollowedDecodes):
     def end_step(self) -> None:
         """Let decodes release the parts that none of their later tokens attends to. `count` must follow."""
         self._parts.decodes.end_step()
+
+    @property
+    def counts_turns(self) -> bool:
+        """Whether the turns of decodes can be counted: nothing else takes memory, and no reader sees the order."""
+        return self._parts.events is None and self._parts.shared is None
+
+    def begin_releases(self, table: BlockTable, num_tokens: int, num_in_flight: int, admission: int) -> None:
+        """Release what a sequence that is about to start no longer needs. `count` must follow."""
+        parts = self._parts
+        empty_bytes = parts.empty_bytes
+        parts.free_skipped(cast(GroupTable, table).parts, num_tokens, num_in_flight)
+        parts.decodes.note_turn(admission, parts.empty_bytes - empty_bytes)
+
+    def needs_turns(self, num_due: int) -> bool:
+        """Return whether it matters to the next step in which order `num_due` decodes take pages."""
+        return self._parts.decodes.needs_turns(num_due)
+
+    def make_room_in_turns(self, tables: Sequence[BlockTable]) -> None:
+        """Let so many blocks be empty that `tables` can take a page each, as if each took it at its turn."""
+        self._parts.decodes.make_room_in_turns([cast(GroupTable, table).parts for table in tables])
+        self._cache.count()
 
     def defer_skipped(self, tables: Sequence[BlockTable]) -> None:
         """End the step, but postpone the releases of `tables` until `free_skipped` is called for each."""

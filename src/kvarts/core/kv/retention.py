@@ -66,9 +66,23 @@ class Retained:
         """
         count = self.of_group[index]
         assert count is not None
+        prompt_ends, branch = self._prompt_ends(table), table.branch // self._page_size
+        if not (self._pages_between or self._drops_last):
+            # There are two ends: this runs for every chunk and group.
+            prompt_end = prompt_ends[0]
+            earlier, later = (branch, prompt_end) if branch < prompt_end else (prompt_end, branch)
+            if start >= later:
+                return []
+            first, first_end = max(start, earlier - count), min(earlier, end)
+            begin, last = max(start, later - count), min(later, end)
+            if first >= first_end:
+                return [(begin, last)] if begin < last else []
+            if begin <= first_end:
+                return [(first, max(last, first_end))]
+            return [(first, first_end), (begin, last)] if begin < last else [(first, first_end)]
         if start >= self.last_page(table):
             return []
-        ends = {*self._prompt_ends(table), table.branch // self._page_size}
+        ends = {*prompt_ends, branch}
         if self._pages_between:
             first = start // self._pages_between + 1
             ends.update(range(first * self._pages_between, end + count, self._pages_between))

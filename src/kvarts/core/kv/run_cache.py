@@ -605,28 +605,32 @@ class RunCache(RunAccount):
         """
         retained, held, page = self._retained, table.held[index], table.first_open[index]
         assert retained is not None
-        ranges = retained.ranges(index, table, page, end)
-        if index in self._states_by_page:
-            last = end
-        elif ranges:
-            last = ranges[-1][1]
-        else:
+        if page >= end:
             return
-        table.first_open[index] = last
-        for begin, stop in (*ranges, (last, last)):
-            for first, after, is_kept in ((page, begin, False), (begin, stop, True)):
-                if first >= after:
-                    continue
-                ids = NO_IDS
-                if self.blocks is not None:
-                    ids = table.open_ids[index].take_first((after - first) * self.part_blocks[index])
-                run = PartRun(index, None, first, after, [table], is_kept=is_kept, ids=ids)
-                held.append(run)
-                if is_kept:
-                    self._place(run, spans, table.content, table.num_emitted)
-                    if index == self._by_page:
-                        self.computed.append((table.content, first, after))
+        ranges = retained.ranges(index, table, page, end)
+        is_of_states = index in self._states_by_page
+        if not (ranges or is_of_states):
+            return
+        for begin, stop in ranges:
+            if page < begin:
+                held.append(self._named_run(table, index, page, begin, is_kept=False))
+            run = self._named_run(table, index, begin, stop, is_kept=True)
+            held.append(run)
+            self._place(run, spans, table.content, table.num_emitted)
+            if index == self._by_page:
+                self.computed.append((table.content, begin, stop))
             page = stop
+        if is_of_states and page < end:
+            held.append(self._named_run(table, index, page, end, is_kept=False))
+            page = end
+        table.first_open[index] = page
+
+    def _named_run(self, table: RunTable, index: int, start: int, end: int, *, is_kept: bool) -> PartRun:
+        """Return a run of the next open parts of a group, which cannot be found yet."""
+        ids = NO_IDS
+        if self.blocks is not None:
+            ids = table.open_ids[index].take_first((end - start) * self.part_blocks[index])
+        return PartRun(index, None, start, end, [table], is_kept=is_kept, ids=ids)
 
     def _place(
         self, run: PartRun, spans: Sequence[tuple[Span, int, int]], content: Content, num_emitted: int = 0

@@ -47,7 +47,8 @@ __all__ = [
     "table_of_transfer",
 ]
 
-NEVER: Final = 1 << 62
+NEVER: Final = (1 << 62) - 1
+"""The largest number that compiled code compares without an object."""
 NO_HOLES: Final[list[tuple[int, int]]] = []
 """Those of a stream that lists all its pages; nothing adds to it."""
 MOST_ALIKE: Final = 1 << 6
@@ -176,7 +177,7 @@ class PartCounts:
         self.empty_bytes -= count * self.page_bytes
         num_used = self.num_used
         for index in self._of_tokens:
-            num_used[index] += count
+            num_used[index] = num_used[index] + count
 
     def take_ids(self, index: int, count: int) -> PageIds:
         """Return block ids for `count` parts of a group that were counted as used; empty without ids."""
@@ -187,12 +188,14 @@ class PartCounts:
         if self.blocks is not None:
             self.blocks.give_runs(block_ids)
 
+    # In compiled code, `counts[index] += count` adds objects, and `counts[index] = counts[index] + count` integers.
+
     def note_evicted(self, index: int, count: int) -> None:
         """Count cached parts of a group as evicted; `note_gone` counts their bytes."""
         if self._evicted is not None:
             self._evicted += (index, count)
-        self.num_cached[index] -= count
-        self.num_evicted[index] += count
+        self.num_cached[index] = self.num_cached[index] - count
+        self.num_evicted[index] = self.num_evicted[index] + count
 
     def note_gone(self, num_bytes: int) -> None:
         """Count `num_bytes` of cached parts as empty."""
@@ -203,23 +206,23 @@ class PartCounts:
     def note_cached(self, index: int, count: int) -> None:
         """Count used parts of a group as cached."""
         num_bytes = count * self.part_bytes[index]
-        self.num_used[index] -= count
-        self.num_cached[index] += count
+        self.num_used[index] = self.num_used[index] - count
+        self.num_cached[index] = self.num_cached[index] + count
         self.released_bytes += num_bytes
         self.cached_bytes += num_bytes
 
     def note_empty(self, index: int, count: int) -> None:
         """Count used parts of a group as empty."""
         num_bytes = count * self.part_bytes[index]
-        self.num_used[index] -= count
+        self.num_used[index] = self.num_used[index] - count
         self.released_bytes += num_bytes
         self.empty_bytes += num_bytes
 
     def note_used(self, index: int, count: int) -> None:
         """Count cached parts of a group as used."""
         num_bytes = count * self.part_bytes[index]
-        self.num_used[index] += count
-        self.num_cached[index] -= count
+        self.num_used[index] = self.num_used[index] + count
+        self.num_cached[index] = self.num_cached[index] - count
         self.cached_bytes -= num_bytes
 
     def emit_gone(self, run: PartRun, start: int, end: int, *, is_dropped: bool) -> None:
@@ -424,7 +427,9 @@ class PartRun(LruEntry):
         if span is not None:
             self.span = None
             runs = span.parts[self.list_index]
-            if runs[0] is self:
+            if len(runs) == 1:
+                runs.pop()
+            elif runs[0] is self:
                 del runs[0]
             else:
                 runs.remove(self)
@@ -690,17 +695,18 @@ class RunTable:
 class Stream:
     """Pages that `table` releases in a group, in order; ENDED once it releases no more.
 
-    `keeps`: they are listed; otherwise they become empty at once. `slot`: the slot of the steps of its releases. `low`:
-    the page that is evicted next. `high`: the first page that is not released, as far as `runs` are up to date: these
-    have the pages in between, except for the ranges of `holes`, which it no longer lists. `last`: no page from there on
-    is released; NEVER while it continues. `gate`: the page at which the first of `runs` has nothing left, if that is
-    known. `watch`: the same, but -1 with holes, since every page may be one. `seen`: the step with which it is up to
-    date. `is_silent`: another decode holds each page when the window of `table` passes it, and lists it later, so
-    nothing is listed and nothing counted.
+    `keeps`: they are listed; otherwise they become empty at once. `begun`: the first step that it is of. `slot`: the
+    slot of the steps of its releases. `low`: the page that is evicted next. `high`: the first page that is not
+    released, as far as `runs` are up to date: these have the pages in between, except for the ranges of `holes`, which
+    it no longer lists. `last`: no page from there on is released; NEVER while it continues. `gate`: the page at which
+    the first of `runs` has nothing left, if that is known. `watch`: the same, but -1 with holes, since every page may
+    be one. `seen`: the step with which it is up to date. `is_silent`: another decode holds each page when the window of
+    `table` passes it, and lists it later, so nothing is listed and nothing counted.
     """
 
     __slots__ = (
         "admission",
+        "begun",
         "gate",
         "group",
         "high",
@@ -725,7 +731,7 @@ class Stream:
         self.slot = slot
         self.keeps = keeps
         self.is_silent = is_silent
-        self.seen = -1
+        self.seen = self.begun = -1
         self.low = self.high = page
         self.last = NEVER
         self.gate = self.watch = NEVER
@@ -859,14 +865,15 @@ class Turns(LruEntry):
                     continue
             index = stream.group
             gone_bytes += part_bytes[index]
-            num_cached[index] -= 1
-            num_evicted[index] += 1
+            num_cached[index] = num_cached[index] - 1
+            num_evicted[index] = num_evicted[index] + 1
             if evicted is None:
                 continue
             if index == last:
                 evicted[-1] += 1
             else:
-                evicted += (index, 1)
+                evicted.append(index)
+                evicted.append(1)
                 last = index
         self._end_at(at)
         return gone_bytes

@@ -328,9 +328,16 @@ class SpanTree:
         """
         count, sink = 0, self.sinks[index]
         pieces = self.pieces(match) if match.pieces is None else match.pieces
-        for run, start, end in pieces[index]:
+        for run, first, end in pieces[index]:
+            start = first
             if run.holders and run.list_index == index:
-                count += max(0, min(end, sink) - start) + max(0, end - max(start, sink, first_page))
+                if start < sink:
+                    count += (end if end < sink else sink) - start
+                    start = sink
+                if start < first_page:
+                    start = first_page
+                if start < end:
+                    count += end - start
         return count
 
     def num_with_held_copy(self, match: RunMatch, index: int) -> int:

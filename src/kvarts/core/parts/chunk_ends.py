@@ -49,12 +49,17 @@ class AlignedChunks:
                 end = page_end
         is_saved = self._saves_inside and end >= prefill_end and not start % page_size
         is_saved = is_saved and self._last_page(prefill_end) > start // page_size
-        stops = [] if is_saved else [self._last_page(num_known) * page_size]
+        if not is_saved:
+            last_end = self._last_page(num_known) * page_size
+            if start < last_end < end:
+                end = last_end
         if start % page_size:
-            stops.append((start // page_size + 1) * page_size)
-        if branch < end:
-            stops.append(branch)
-        return max(0, min([stop for stop in stops if start < stop < end], default=end) - start)
+            next_end = (start // page_size + 1) * page_size
+            if next_end < end:
+                end = next_end
+        if start < branch < end:
+            end = branch
+        return end - start if end > start else 0
 
     def note_state(self, cache: Cache, request: Request, start: int, end: int, num_in_flight: int) -> None:
         """Note that a step computes from `start` on, if that is just after the last page end of a prompt.

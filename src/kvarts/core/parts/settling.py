@@ -26,7 +26,7 @@ class Settling:
     releases wait for the next step, as nothing else takes or releases parts between steps and could use them.
     """
 
-    __slots__ = ("_drafts", "_handoffs", "_places", "_scheduler", "_unsettled", "_waits", "pending")
+    __slots__ = ("_drafts", "_handoffs", "_needs_turns", "_places", "_scheduler", "_unsettled", "_waits", "pending")
 
     def __init__(
         self,
@@ -46,6 +46,8 @@ class Settling:
         """The requests that completed their known tokens in the last step, if its decodes are not settled yet."""
         self._unsettled: list[Request] = []
         """Decodes whose releases are postponed to their turn in the next step, in the order of admission."""
+        self._needs_turns = False
+        """Whether it matters to the next step in which order the decodes, which are settled, take pages."""
 
     def acts(self) -> Acts:
         """Return where it acts."""
@@ -58,6 +60,11 @@ class Settling:
     def take_turns(self, step: Step) -> bool:
         """Let decodes take pages in turn if some release at their turn; return whether they have."""
         unsettled = self._unsettled
+        if self._needs_turns:
+            decodes, self._needs_turns = self._scheduler.cache.decodes, False
+            assert decodes is not None
+            decodes.make_room_in_turns([table_of(request) for request in self._scheduler.wheel.needing_page()])
+            return False
         if not unsettled:
             return False
         self._unsettled = []
@@ -75,7 +82,7 @@ class Settling:
     def has_unsettled(self) -> bool:
         """Settle the last step; return whether decodes release at their turns in the next one."""
         self.settle()
-        return bool(self._unsettled)
+        return self._needs_turns or bool(self._unsettled)
 
     def settle(self) -> None:
         """Begin the next step, if that is not done: let decodes release the parts that no later token attends to.
@@ -101,6 +108,7 @@ class Settling:
             return
         if not scheduler.pages.is_alone:
             cache.count()  # others may have taken free pages
+        self._needs_turns = False
         if self._has_turns(joined):
             self._unsettled = self._settling(joined)
         if cache.decodes is not None:
@@ -123,21 +131,26 @@ class Settling:
                 return True
         num_due = scheduler.wheel.pages_due() * cache.page_blocks
         if cache.orders_releases and num_due and not cache.has_empty(num_due):
-            return True
+            if cache.decodes is None or not (cache.decodes.counts_turns and scheduler.pages.is_alone):
+                return True
+            self._needs_turns = True
         return num_due > cache.num_free and num_due > cache.num_free + scheduler.pages.num_lent()
 
     def _settle_followed(self, decodes: FollowedDecodes, joined: list[Request]) -> None:
         """Settle decodes that the cache follows, and let those that `joined` them be followed."""
-        cache, running = self._scheduler.cache, self._scheduler.running
+        running = self._scheduler.running
         if self._unsettled:
             decodes.defer_skipped([table_of(request) for request in self._unsettled if request not in joined])
         else:
             decodes.end_step()
+        is_settled = not self._unsettled
         for request in joined:
-            if not self._unsettled:
-                cache.free_skipped(table_of(request), request.num_computed, running.num_in_flight(request))
-            is_settled = not self._unsettled
-            decodes.start(table_of(request), request.num_computed, request.admission, is_settled=is_settled)
+            table, num_computed, admission = table_of(request), request.num_computed, request.admission
+            if is_settled:
+                decodes.begin_releases(table, num_computed, running.num_in_flight(request), admission)
+            decodes.start(table, num_computed, admission, is_settled=is_settled)
+        if self._needs_turns:
+            self._needs_turns = is_settled and decodes.needs_turns(self._scheduler.wheel.pages_due())
 
     def _settling(self, joined: list[Request]) -> list[Request]:
         """Return the decodes that may release something now; those in `joined` come last."""

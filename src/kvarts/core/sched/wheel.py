@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DecodeWheel", "PagesDue"]
 
-NEVER: Final = 1 << 62
+NEVER: Final = (1 << 62) - 1
 MOST_STALE: Final = 64
 """The number of outdated entries of the queue of last tokens that is tolerated in addition to one per decode."""
 STEP_BITS: Final = 32

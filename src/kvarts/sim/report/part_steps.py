@@ -22,6 +22,44 @@ def _is_bounded(group: Mapping[str, Any]) -> bool:
     return group["kind"] in BOUNDED or (group["kind"] == "state" and "tokens" in group)
 
 
+class _Counts:
+    """Numbers of parts in the steps of leaps, by group. Those of a group that is like the one before, and has the same
+    ones in a leap, are not stored again."""
+
+    def __init__(self, is_alike: Sequence[bool]) -> None:
+        self._columns = [PackedColumn("i") for _ in is_alike]
+        self._repeats = [PackedColumn("i") if alike else None for alike in is_alike]
+        """For each leap, 1 if the group has the numbers of the one before it."""
+
+    def add(self, by_group: Sequence[list[int]]) -> None:
+        """Add the numbers of a leap; none if there are none in any leap."""
+        for place, numbers in enumerate(by_group):
+            column, repeats = self._columns[place], self._repeats[place]
+            if repeats is not None:
+                is_repeated = numbers == by_group[place - 1]
+                repeats.recent.append(int(is_repeated))
+                repeats.settle()
+                if is_repeated:
+                    continue
+            column.recent += numbers
+            column.settle()
+
+    def columns(self, num_steps: Column) -> list[Column]:
+        """Return the numbers of each group in all steps, of leaps with `num_steps` each; none if there are none."""
+        found: list[Column] = []
+        if self._columns and not len(self._columns[0]):
+            return found
+        for column, repeats in zip(self._columns, self._repeats, strict=True):
+            stored = column.whole()
+            if repeats is not None:
+                is_repeated = np.repeat(repeats.whole().astype(bool), num_steps)
+                every = found[-1].astype(np.int64)
+                every[~is_repeated] = stored
+                stored = every
+            found.append(stored)
+        return found
+
+
 class PartSteps:
     """Stores the changes of parts in the leaps of one engine. `memory`: description of its memory with KV groups."""
 
@@ -30,22 +68,25 @@ class PartSteps:
         self._part_blocks = [group["part_blocks"] for group in groups]
         self._bounded = [index for index, group in enumerate(groups) if _is_bounded(group)]
         self._of_tokens = [group["kind"] in KEPT_WHOLE or _is_bounded(group) for group in groups]
-        self._listed = [PackedColumn("i") for _ in self._bounded]
-        self._emptied = [PackedColumn("i") for _ in self._bounded]
-        self._num_leaps = 0
-        # Evictions in leaps, in order: the number of the leap, the group, and the number of parts.
-        self._evicted = Rows(3)
+        self._is_alike = [
+            place > 0 and {**groups[index], "layers": 0} == {**groups[self._bounded[place - 1]], "layers": 0}
+            for place, index in enumerate(self._bounded)
+        ]
+        """Whether a group is like the one before it, which usually releases the same pages."""
+        self._listed = _Counts(self._is_alike)
+        self._emptied = _Counts(self._is_alike)
+        # Evictions in leaps, in order: the group, and the number of parts.
+        self._evicted = Rows(2)
+        self._num_evicted = PackedColumn("i")
+        """The number of these evictions in each leap."""
 
     def add(self, parts: PartsMoved) -> None:
         """Store the changes of a leap."""
-        for columns, numbers in ((self._listed, parts.listed), (self._emptied, parts.emptied)):
-            for column, of_group in zip(columns, numbers, strict=False):
-                column.recent += of_group
-                column.settle()
-        evicted = parts.evicted
-        for place in range(0, len(evicted), 2):
-            self._evicted.add((self._num_leaps, evicted[place], evicted[place + 1]))
-        self._num_leaps += 1
+        self._listed.add(parts.listed)
+        self._emptied.add(parts.emptied)
+        self._evicted.add(parts.evicted)
+        self._num_evicted.recent.append(len(parts.evicted) // 2)
+        self._num_evicted.settle()
 
     def columns(self, num_steps: Column, taken: Column, before: Sequence[Column], num_blocks: int) -> list[Column]:
         """Return columns with a row for each step of a leap: blocks used, cached and released, then parts.
@@ -67,10 +108,10 @@ class PartSteps:
         page_blocks = sum(np.array(self._part_blocks)[self._of_tokens].tolist())
         listed = [np.zeros(len(taken), np.int64) for _ in self._part_blocks]
         emptied = list(listed)
-        for place, index in enumerate(self._bounded):
-            listed[index] = so_far(self._listed[place].whole())
-            if len(self._emptied[place]):
-                emptied[index] = so_far(self._emptied[place].whole())
+        for index, column in zip(self._bounded, self._listed.columns(num_steps), strict=False):
+            listed[index] = so_far(column)
+        for index, column in zip(self._bounded, self._emptied.columns(num_steps), strict=False):
+            emptied[index] = so_far(column)
         freed = sum(blocks * column for blocks, column in zip(self._part_blocks, emptied, strict=True))
         evicted = self._evicted_by_step(pages * page_blocks - freed - num_empty, num_steps, num_blocks)
         columns = [used + pages * page_blocks, cached, released]
@@ -91,9 +132,10 @@ class PartSteps:
         if len(self._part_blocks) == 1 and self._of_tokens[0] and not self._bounded:
             # Nothing is released in a leap, and each missing block is evicted of the only group.
             return [-(-np.maximum(missing, 0) // self._part_blocks[0])]
-        leaps, groups, counts = self._evicted.take_columns()
-        if not len(leaps):
+        groups, counts = self._evicted.take_columns()
+        if not len(groups):
             return [np.zeros(len(missing), np.int64) for _ in self._part_blocks]
+        leaps = np.repeat(np.arange(len(num_steps)), self._num_evicted.whole())
         # A leap takes fewer blocks than this, so the sums of different leaps do not overlap.
         apart = 4 * num_blocks + max(1, int(np.abs(missing).max(initial=0)))
         offsets = np.repeat(np.arange(len(num_steps)) * apart, num_steps)
