@@ -188,6 +188,10 @@ class WindowRadixTree(RadixTree):
         for node in nodes:
             self.windows.touch(node)
 
+    def is_longest(self, match: Match, limit: int) -> bool:
+        """Return False: window KV may have been evicted, or computed, since."""
+        return False
+
     def num_idle(self, match: Match) -> int:
         """Return the pages with window KV that `match` would keep in use, and nothing does."""
         return sum([node.end - node.start for node in self._window(match.nodes) if _is_idle(node)])
