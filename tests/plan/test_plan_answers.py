@@ -294,6 +294,16 @@ def test_a_line_of_sglang_has_its_settings_and_its_host_memory() -> None:
         assert "disable_overlap_schedule" in found
 
 
+def test_a_line_of_sglang_has_options_of_its_server_only() -> None:
+    """The size of a window is that of the model's layers, and no option."""
+    known = {name for names in options_of("--sglang-args").values() for name in names}
+    given = {"swa_full_tokens_ratio": 0.5, "scheduler_recv_interval": 8}
+    config = ReplayConfig.for_device("gpt-oss-20b", "h100-80gb", engine="sglang", **given)
+    line = serve_lines(config, {"host_bytes": 0, "policy": None})["sglang"]
+    names = {word[2:] for word in shlex.split(line) if word.startswith("--")}
+    assert {"swa-full-tokens-ratio", "scheduler-recv-interval"} <= names <= known
+
+
 class Stop:
     """Interrupts the search at an answer that begins so, as Ctrl-C does."""
 

@@ -148,10 +148,7 @@ def _sglang(config: ReplayConfig) -> dict[str, Any]:
         options["kv-cache-dtype"] = SGLANG_KV[dtype]
     if config.scheduling_policy == "priority":
         options["enable-priority-scheduling"] = None
-    for name in config.given_of_sglang():
-        if name not in config.given_host_sizes:
-            value = getattr(config, name)
-            options[name.replace("_", "-")] = None if value is True else value
+    options |= config.options_of_server()
     if config.no_prefix_caching:
         options["disable-radix-cache"] = None
     if num_drafts := int(getattr(config.cost, "speculative_tokens", 0)):

@@ -266,6 +266,15 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
                 hint="Give a larger ratio, or more memory.",
             )
 
+    def options_of_server(self) -> dict[str, Any]:
+        """Return the options of SGLang's server, but for the size of host memory; those of flags are None.
+
+        The size of a window is not an option: the server takes that of the model.
+        """
+        left_out = {*self.given_host_sizes, "sliding_window_size"}
+        values = {name: getattr(self, name) for name in self.given_of_sglang() if name not in left_out}
+        return {name.replace("_", "-"): None if value is True else value for name, value in values.items()}
+
     def given_of_sglang(self) -> list[str]:
         """Return the names of SGLang's settings that do not have their default."""
         return [field.name for field in _FIELDS if getattr(self, field.name) != field.default]

@@ -182,6 +182,8 @@ def _settings_of(served: Served) -> dict[str, Any]:
         "schedule_policy": rules.policy,
         "schedule_conservativeness": rules.conservativeness,
         "scheduler_recv_interval": config.scheduler_recv_interval,
+        "swa_full_tokens_ratio": config.swa_full_tokens_ratio,
+        "disable_hybrid_swa_memory": config.disable_hybrid_swa_memory,
         "disable_overlap_schedule": not rules.overlaps,
         "disable_radix_cache": False,
         "radix_eviction_policy": rules.eviction,
