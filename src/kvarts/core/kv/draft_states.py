@@ -8,7 +8,7 @@ the drafter writes: it has no states. Rules of vLLM 0.32 and 0.33 (v1/core/singl
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvarts.core.kv.group_needs import GroupNeeds
 from kvarts.core.kv.groups import GroupMemory
@@ -35,8 +35,8 @@ class DraftedParts(RunCache):
 
     __slots__ = ("_space",)
 
-    def __init__(self, memory: GroupMemory, *, space: DraftSpace, **given: Any) -> None:
-        super().__init__(memory, **given)
+    def set_space(self, space: DraftSpace) -> None:
+        """Let requests have the room of drafts; called once, before any request."""
         assert self._aligned and self.blocks is None, "only counted states at the ends of chunks"
         self._space = space
 

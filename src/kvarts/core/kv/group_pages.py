@@ -153,7 +153,7 @@ class GroupPages(Cache):
         make_parts: Callable[..., RunCache] = SizedParts if has_sizes else RunCache
         make_needs: Callable[..., GroupNeeds] = needs_of
         if drafts is not None and memory.aligns:
-            make_parts, make_needs = partial(DraftedParts, space=drafts), partial(DraftedNeeds, space=drafts)
+            make_parts, make_needs = DraftedParts, partial(DraftedNeeds, space=drafts)
         self.group_needs = make_needs(memory, page_size=page_size, most_new=most_new_tokens, most_kept=most_kept)
         super().__init__(pool, page_blocks=self.group_needs.page_blocks)
         self.mean_page_blocks = self.group_needs.mean_page_blocks
@@ -177,6 +177,8 @@ class GroupPages(Cache):
         )
         if drafts is not None:  # else each page is named in the step that fills it, before its window passes it
             self.parts.empty_open()
+            if isinstance(self.parts, DraftedParts):
+                self.parts.set_space(drafts)
         self.orders_releases = any(self.parts.empties_open)
         self.match = self.parts.match
         self.needs = PartNeeds(self)
@@ -835,8 +837,25 @@ class StatesByPage(States):
 
     __slots__ = ("_parts",)
 
-    def __init__(self, parts: RunCache, **rules: bool) -> None:
-        super().__init__(**rules)
+    def __init__(
+        self,
+        parts: RunCache,
+        *,
+        aligns: bool,
+        defers: bool,
+        renames: bool,
+        saves_inside: bool,
+        adds_room: bool,
+        drops_last: bool,
+    ) -> None:
+        super().__init__(
+            aligns=aligns,
+            defers=defers,
+            renames=renames,
+            saves_inside=saves_inside,
+            adds_room=adds_room,
+            drops_last=drops_last,
+        )
         self._parts = parts
 
     def begin_step(self) -> None:
