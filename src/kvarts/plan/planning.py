@@ -422,8 +422,9 @@ def _tiers(
     values["least_host"] = None if found is None else msgspec.to_builtins(found)
     if found is not None and base is not None and any(tier.pages for tier in tiers[2:]):
         values["least_host"]["hit_ratio_without"] = base["prefix_hit_ratio"]  # the curve has what is below
-    is_of_vllm = found is not None and not config.plans_batches
-    values["kv_transfer_config"] = offload_of_vllm(found.num_bytes, "eager") if found and is_of_vllm else None
+    values["kv_transfer_config"] = None
+    if found is not None and not config.plans_batches:
+        values["kv_transfer_config"] = offload_of_vllm(found.num_bytes, "eager")
     return values
 
 

@@ -701,7 +701,7 @@ class ReplayConfig(
         self.check_batches(is_sglang=self.plans_batches)
         if not self.plans_batches:
             return
-        others = {
+        reasons = {
             "async_scheduling": (False, "sglang overlaps steps unless {disable_overlap_schedule} is given"),
             "stop_tokens": (False, "it is not modelled"),
             "scheduling_policy": ("fcfs", "it is vLLM's"),
@@ -710,9 +710,9 @@ class ReplayConfig(
             "watermark": (0.0, "it is vLLM's"),
             "prefill_schedule_interval": (1, "it is vLLM's"),
         }
-        for name, (default, why) in others.items():
-            if getattr(self, name) != default:
-                raise SettingError(f"does not go with {{engine}} sglang: {why}", name, hint="Leave it out.")
+        self.check_left_out(
+            {name: (default, f"does not go with {{engine}} sglang: {why}") for name, (default, why) in reasons.items()}
+        )
         if self.max_num_batched_tokens % self.page_size:
             raise SettingError(
                 f"must be a multiple of {{page_size}}, {self.page_size}, with {{engine}} sglang",

@@ -571,13 +571,13 @@ def _windowed(placed: Placed, on: DeviceSettings, kv_dtype: str | None, given: G
     if geometry is None or not plans_batches(str(given.get("engine"))) or given.get("disable_hybrid_swa_memory"):
         return None
     from kvarts.cost.hardware.fit import local_kv_groups
-    from kvarts.sim.sglang import WINDOW_FAMILIES, SglangSettings
+    from kvarts.sim.sglang import SWA_RATIO, WINDOW_FAMILIES
 
     shorter = WINDOW_FAMILIES.get(geometry.family)
     spans = [layer.span for layer in geometry.layers if layer.kind in ("window", "chunk") and layer.span]
     if shorter is None or not spans:
         return None
-    ratio = given.get("swa_full_tokens_ratio", SglangSettings(num_pages=1).swa_full_tokens_ratio)
+    ratio = given.get("swa_full_tokens_ratio", SWA_RATIO)
     local = local_kv_groups(
         geometry,
         page_size=1,
@@ -598,28 +598,22 @@ def _num_pages(
     windowed: Windowed | None,
 ) -> int:
     kv_bytes = kv_bytes_of(on)
+    if kv_bytes is None:
+        fit = placed.fit(engine, on, kv_dtype)
+        assert fit is not None
+        if windowed is None and not groups:
+            return fit.num_pages
+        kv_bytes = fit.kv_bytes
     if windowed is not None:
-        if kv_bytes is None:
-            fit = placed.fit(engine, on, kv_dtype)
-            assert fit is not None
-            kv_bytes = fit.kv_bytes
         num_pages = int(kv_bytes // windowed.token_bytes) // engine.page_size
         if not num_pages:
             raise _no_page(on, math.ceil(windowed.token_bytes * engine.page_size))
         return num_pages
     if groups:
         page_bytes = sum(group.part_bytes for group in groups if not group.is_state)
-        if kv_bytes is None:
-            fit = placed.fit(engine, on, kv_dtype)
-            assert fit is not None
-            kv_bytes = fit.kv_bytes
         if kv_bytes < page_bytes:
             raise _no_page(on, page_bytes)
         return kv_bytes // page_bytes
-    if kv_bytes is None:
-        fit = placed.fit(engine, on, kv_dtype)
-        assert fit is not None
-        return fit.num_pages
     page_bytes = engine.page_size * placed.kv_bytes_per_token
     state_bytes = placed.state_bytes(engine, on)
     if kv_bytes - state_bytes < page_bytes:

@@ -5,6 +5,7 @@ The events of a leap are the same as if its steps had been done one by one.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from itertools import accumulate
 from typing import Final
 
@@ -525,7 +526,7 @@ def tell_by_step(
     return told + evicted + rest
 
 
-class Door:
+class Door(ABC):
     """Requests that have arrived and that the scheduler does not know yet, in order of arrival.
 
     `coming`: the same requests, for a scheduler that has to have room for them.
@@ -549,9 +550,9 @@ class Door:
         self._arrived.append(request)
         self._coming.add(request)
 
+    @abstractmethod
     def enter(self, *, is_late: bool) -> list[Request]:
-        """Return the requests that the step knows that is planned now. `is_late`: no step is under way."""
-        raise NotImplementedError
+        """Return the requests that the step planned now knows. `is_late`: no step is under way."""
 
     def take_due(self) -> list[Request]:
         """Return the requests that the plan made last knows, and that are not in the queue yet."""
@@ -559,7 +560,7 @@ class Door:
         self._coming.difference_update(due)
         return due
 
-    def end(self, num_steps: int, *, has_prompts: bool) -> None:
+    def end(self, num_steps: int, *, has_prompts: bool) -> None:  # noqa: B027  (only some doors count steps)
         """Note that a step, or so many identical ones, has ended."""
 
     def _take_all(self) -> list[Request]:
@@ -595,8 +596,9 @@ class Joining(Door):
         """Return all if no step is under way; else let those that have arrived be known to the next plan."""
         if is_late:
             return self._take_all()
-        self._due += self._arrived
-        self._arrived = []
+        if self._arrived:
+            self._due += self._arrived
+            self._arrived = []
         return []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
@@ -25,6 +26,7 @@ MOST_CONSERVATIVENESS: Final = 1e6
 MOST_RATIO: Final = 1e6
 MOST_GB: Final = 1e6
 MOST_PRIORITY: Final = 1 << 63
+SWA_RATIO: Final = 0.8
 WINDOW_FAMILIES: Final = {"gemma4_text": 1, "gpt_oss": 1, "llama4_text": 0, "mimo_v2_flash": 0, "step3p5": 0}
 """The models, by `model_type`, whose windows have a pool in SGLang 0.5.23; and by how much its windows are shorter than
 those of the config, which count the token itself (model_config.py: is_hybrid_swa_model; models/*.py)."""
@@ -177,7 +179,7 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
             "Tokens of the pool of these layers, as a part of those of the other one.",
             metavar="RATIO",
         ),
-    ] = 0.8
+    ] = SWA_RATIO
     disable_hybrid_swa_memory: Annotated[
         bool, setting("With the engine sglang: no such pool; every layer keeps every token.")
     ] = False
@@ -225,6 +227,12 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
             retracts_by_priority=self.retraction_policy == "priority",
         )
 
+    def check_left_out(self, settings: Mapping[str, tuple[Any, str]]) -> None:
+        """Raise SettingError for one of `settings` that does not have its default, with the reason next to that."""
+        for name, (default, why) in settings.items():
+            if getattr(self, name) != default:
+                raise SettingError(why, name, hint="Leave it out.")
+
     @property
     def window(self) -> int:
         """The tokens before their own that layers with sliding windows attend to, if these have a pool; else 0."""
@@ -242,13 +250,8 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
                     "has no effect without sliding windows", "swa_full_tokens_ratio", hint="Leave it out."
                 )
             return
-        others = {
-            "radix_eviction_policy": ("lru", "Leave it out."),
-            "enable_priority_scheduling": (False, "Leave it out."),
-        }
-        for name, (default, hint) in others.items():
-            if getattr(self, name) != default:
-                raise SettingError("is not modelled for a model with sliding windows", name, hint=hint)
+        why = "is not modelled for a model with sliding windows"
+        self.check_left_out({"radix_eviction_policy": ("lru", why), "enable_priority_scheduling": (False, why)})
         if has_host:
             raise SettingError(
                 "has a pool of its own, below which host memory is not modelled",
@@ -357,13 +360,12 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
 
     def check_host(self) -> None:
         """Raise SettingError for a setting that does not go with host memory below the tree."""
+        does_not = "does not go with host memory: "
         others = {
-            "radix_eviction_policy": ("lru", "other orders of eviction above host memory are not modelled"),
-            "enable_priority_scheduling": (False, "preemption above host memory is not modelled"),
+            "radix_eviction_policy": ("lru", f"{does_not}other orders of eviction above host memory are not modelled"),
+            "enable_priority_scheduling": (False, f"{does_not}preemption above host memory is not modelled"),
         }
-        for name, (default, why) in others.items():
-            if getattr(self, name) != default:
-                raise SettingError(f"does not go with host memory: {why}", name, hint="Leave it out.")
+        self.check_left_out(others)
         if self.schedule_policy == "dfs-weight":
             raise SettingError(
                 "does not go with host memory: dfs-weight above it is not modelled",

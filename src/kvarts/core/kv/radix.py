@@ -368,21 +368,11 @@ class RadixTree(PrefixTree):
         last = path[-1] if path else self._root(content.salt)
         num_resident = 0
         while start < end:
-            if last.children is None:
-                last.children = {}
-            key = content.key(start)
-            resident = last.children.get(key)
+            resident = self._resident(last, content, start, end)
             if resident is None:
-                node = last.children[key] = Node(content, key, start, end, 1, last)
-                touches.touch(node)
-                if self.emit is not None:
-                    self.emit(PagesStored(content, start, end, last.content if start else None))
+                node = self._add(last, content, start, end)
             else:
                 node = resident
-                touches.touch(node)
-                common = content.common_pages(node.content, start, min(end, node.end))
-                if common < node.end:
-                    node = self.part(node, common)
                 num_resident += self._join(node, path)
             if has_notes:
                 self._inserted(node, node.end > num_inserted, priority)
@@ -390,6 +380,30 @@ class RadixTree(PrefixTree):
             start = node.end
             last = node
         return num_resident
+
+    def _resident(self, last: Node, content: Content, start: int, end: int) -> Node | None:
+        """Return the run after `last` that is resident with pages from `start` on, parted where it differs or at `end`.
+
+        It is the most recent one. None if there is no such run.
+        """
+        node = last.children.get(content.key(start)) if last.children else None
+        if node is None:
+            return None
+        self.touches.touch(node)
+        common = content.common_pages(node.content, start, min(end, node.end))
+        return self.part(node, common) if common < node.end else node
+
+    def _add(self, last: Node, content: Content, start: int, end: int) -> Node:
+        """Make pages [start, end) findable, as a run after `last`; return it, the most recent one."""
+        key = content.key(start)
+        node = Node(content, key, start, end, 1, last)
+        if last.children is None:
+            last.children = {}
+        last.children[key] = node
+        self.touches.touch(node)
+        if self.emit is not None:
+            self.emit(PagesStored(content, start, end, last.content if start else None))
+        return node
 
     def _inserted(self, node: Node, is_counted: bool, priority: int) -> None:
         """Let the order note that a request inserted the pages of `node`."""

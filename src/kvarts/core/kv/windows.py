@@ -23,7 +23,6 @@ from typing import Final
 
 from kvarts.core.content import Content
 from kvarts.core.event_log import Emit
-from kvarts.core.events import PagesStored
 from kvarts.core.kv.cache import BlockTable, Match
 from kvarts.core.kv.eviction import Node, Path, PinnedPages, walk
 from kvarts.core.kv.pool import PageId, Pool
@@ -235,22 +234,13 @@ class WindowRadixTree(RadixTree):
         last = path[-1] if path else self._root(content.salt)
         num_resident = 0
         while start < end:
-            if last.children is None:
-                last.children = {}
-            key = content.key(start)
-            node = last.children.get(key)
-            if node is None:
-                node = last.children[key] = Node(content, key, start, end, 1, last)
+            resident = self._resident(last, content, start, end)
+            if resident is None:
+                node = self._add(last, content, start, end)
                 node.notes = WindowKv()
-                touches.touch(node)
-                if self.emit is not None:
-                    self.emit(PagesStored(content, start, end, last.content if start else None))
                 self._fill(node, num_slid)
             else:
-                touches.touch(node)
-                common = content.common_pages(node.content, start, min(end, node.end))
-                if common < node.end:
-                    node = self.part(node, common)
+                node = resident
                 num_resident += self._join(node, path)
                 if node.notes.is_here:
                     self.num_window_empty += max(0, node.end - max(start, num_slid))

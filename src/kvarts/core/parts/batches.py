@@ -347,12 +347,12 @@ class Batches:
             self._retract(step)
             if not self._running:
                 return False
-        self._let_go()
+        self._free_skipped()
         cache.make_room(len(self._running))
         cache.take_pages(wheel.pages_due())
         return True
 
-    def _let_go(self) -> None:
+    def _free_skipped(self) -> None:
         """Release what the next tokens of decodes do not need: with whole pages, nothing."""
 
     def _decay(self, num_steps: int) -> None:

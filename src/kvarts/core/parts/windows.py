@@ -110,7 +110,7 @@ class BatchesWithWindows(Batches):
 
     # Windows ----------------------------------------------------------------------------------------------
 
-    def _let_go(self) -> None:
+    def _free_skipped(self) -> None:
         """Free the window KV that has left the windows of decodes, but for those that decode for the first time."""
         for request in self._running:
             assert request.table is not None
