@@ -177,9 +177,6 @@ class TieredMachine(RuleBasedStateMachine):
         )
         self.offloader = Offloader(self.cache, layout, with_page_ids=has_ids)
         self.limit = limit
-        self.most_bytes = max(
-            max(num_blocks // 16, 2) * memory.block_bytes, *(group.part_bytes for group in memory.groups)
-        )
         self.model = self.open_model(
             [(group.layer, group.part_bytes) for group in memory.groups],
             page_size,
@@ -187,7 +184,7 @@ class TieredMachine(RuleBasedStateMachine):
             keeps_all=memory.keeps == "all",
             below=below,
             swaps_states=not has_ids,
-            idle_room=self.most_bytes,
+            blocks=(memory.block_bytes, num_blocks // 16, 2),  # two are carried in 10 ms
             swaps=bool(sizes),
             aligns=memory.aligns,
         )
@@ -496,7 +493,7 @@ class TieredMachine(RuleBasedStateMachine):
                 self.spills[number] = spilled
                 self.places[number] = place
                 number += 1
-        chosen = self.model.plan_store(min(self.limit * self.block_bytes, self.most_bytes))
+        chosen = self.model.plan_store(self.limit * self.block_bytes)
         if chosen:
             self.stores[number] = chosen
             number += 1

@@ -117,8 +117,10 @@ class NaiveTieredGroups(NaiveGroups):
     """Parts that became findable since `note` was called."""
     swaps_states: bool = True
     """Whether states of preempted requests are stored."""
-    idle_room: int = 0
-    """Bytes that stores may still hold of what nothing uses."""
+    blocks: tuple[int, int, int] = (1, 0, 0)
+    """The bytes of a block, and how many blocks are a sixteenth of the device and are carried in 10 ms."""
+    num_idle: int = 0
+    """Bytes that stores hold and that nothing used when these began."""
     swaps: bool = True
     """Whether what only a preempted request can find is stored."""
     first_private: int = 1000
@@ -250,10 +252,21 @@ class NaiveTieredGroups(NaiveGroups):
         for key in [key for key in (*tier.here, *tier.coming) if is_gone(key)]:
             self.doom(tier, key)
 
+    def idle_limit(self) -> int:
+        """Return the bytes of a store, and of all that stores may hold of what nothing uses.
+
+        A sixteenth of the device, but a quarter of what is unused, stores' share included, at most; or what is carried
+        in 10 ms; or the largest part.
+        """
+        block_bytes, share, in_time = self.blocks
+        unused = (self.free_bytes() + self.num_idle) // block_bytes
+        return max(max(min(share, unused // 4), in_time) * block_bytes, *(size for _, size in self.groups))
+
     def plan_store(self, limit: int) -> list[tuple[NaivePart, NaiveBelow]]:
         """Return what is stored now: wanted parts that are not in the first tier, until `limit` bytes are reached."""
         chosen: list[tuple[NaivePart, NaiveBelow]] = []
-        tier, room = self.below[0], limit
+        idle_limit = self.idle_limit()
+        tier, room = self.below[0], min(limit, idle_limit)
         while (wanted := self.wanted_first or self.wanted) and not tier.is_behind:
             key = wanted[0]
             if key in self.copies and key not in tier.here and key not in tier.coming:
@@ -261,7 +274,7 @@ class NaiveTieredGroups(NaiveGroups):
                 if room <= 0:
                     tier.is_behind = True
                     break
-                if part.refs == 0 and self.bytes_of(part) > min(self.free_bytes(), self.idle_room):
+                if part.refs == 0 and self.bytes_of(part) > min(self.free_bytes(), idle_limit - self.num_idle):
                     break
                 below = tier.place(key)
                 if below is None:
@@ -273,7 +286,7 @@ class NaiveTieredGroups(NaiveGroups):
                     if part.refs == 0:
                         if part.is_passed:
                             self.released.remove(part)
-                        self.idle_room -= self.bytes_of(part)
+                        self.num_idle += self.bytes_of(part)
                         below.was_idle = True
                     part.stores += 1
                     chosen.append((part, below))
@@ -288,7 +301,7 @@ class NaiveTieredGroups(NaiveGroups):
 
     def end_store(self, chosen: list[tuple[NaivePart, NaiveBelow]], *, is_stored: bool) -> None:
         """End a store: its parts can be found from now on, and are used with all that is before them; or are not."""
-        self.idle_room += sum(self.bytes_of(part) for part, below in chosen if below.was_idle)
+        self.num_idle -= sum(self.bytes_of(part) for part, below in chosen if below.was_idle)
         self.arrive(self.below[0], [below for _, below in chosen], is_stored=is_stored)
         for part, _ in reversed(chosen):
             part.stores -= 1
