@@ -18,8 +18,13 @@ class Clock(Protocol):
     def wait_until_ns(self, at_ns: int) -> None:
         """Return at `at_ns` or later; immediately if that has passed."""
 
+    def wait_unless_asked(self, at_ns: int) -> bool:
+        """Wait until `at_ns`, and return True; or return False as soon as a task is queued, if there is a queue."""
+        self.wait_until_ns(at_ns)
+        return True
 
-class WallClock:
+
+class WallClock(Clock):
     """Real time since the creation of the clock."""
 
     def __init__(self) -> None:
@@ -35,7 +40,7 @@ class WallClock:
             sleep(left_ns / 1e9)
 
 
-class VirtualClock:
+class VirtualClock(Clock):
     """Time that advances only through waits."""
 
     def __init__(self, now_ns: int = 0) -> None:
@@ -50,7 +55,7 @@ class VirtualClock:
         self._now_ns = max(self._now_ns, at_ns)
 
 
-class PacedClock:
+class PacedClock(Clock):
     """Model time that follows real time, `speedup` times as fast, and advances only by steps while an engine has work.
 
     A step begins where the previous one ended, or when work arrives at an idle engine, and ends exactly on schedule,
@@ -65,6 +70,10 @@ class PacedClock:
         """Largest lateness of any wait."""
         self.is_at_rest: Callable[[], bool] = lambda: True
         """Whether the engine is idle. To be set as soon as there is an engine."""
+        self.is_asked: Callable[[float], bool] | None = None
+        """Waits for a task of the engine, for at most the given seconds, and returns whether there is one. To be set as
+        soon as there is a queue.
+        """
         self.speedup = speedup
         self._wall = WallClock() if wall is None else wall
         self._now_ns = 0
@@ -78,11 +87,27 @@ class PacedClock:
 
     def wait_until_ns(self, at_ns: int) -> None:
         """Sleep until `at_ns` in model time; afterwards the model time is exactly `at_ns`, regardless of lateness."""
-        self._due_ns = end_ns = round(at_ns / self.speedup)
-        self._wall.wait_until_ns(end_ns)
-        self.late_ns = max(0, self._wall.now_ns() - end_ns)
+        self._wall.wait_until_ns(round(at_ns / self.speedup))
+        self._reach(at_ns)
+
+    def wait_unless_asked(self, at_ns: int) -> bool:
+        """Wait until `at_ns`, and return True; or return False as soon as a task is queued, which happens then."""
+        due_ns = round(at_ns / self.speedup)
+        if self.is_asked is None:
+            self._wall.wait_until_ns(due_ns)
+        else:
+            while (left_ns := due_ns - self._wall.now_ns()) > 0:
+                if self.is_asked(left_ns / 1e9):
+                    self.pass_to(min(at_ns - 1, round(self._wall.now_ns() * self.speedup)))
+                    return False
+        self._reach(at_ns)
+        return True
+
+    def _reach(self, at_ns: int) -> None:
+        self._due_ns = due_ns = round(at_ns / self.speedup)
+        self.late_ns = max(0, self._wall.now_ns() - due_ns)
         self.most_late_ns = max(self.most_late_ns, self.late_ns)
-        self._now_ns = max(self._now_ns, at_ns)
+        self.pass_to(at_ns)
 
     def pass_to(self, at_ns: int) -> None:
         """Let the model time be at least `at_ns`, without a wait."""
@@ -93,7 +118,7 @@ class PacedClock:
         return self._wall.now_ns() - self._due_ns
 
 
-class PutOffClock:
+class PutOffClock(Clock):
     """Wraps a clock and defers waits until `wait` is called, so that work in between uses up their time."""
 
     def __init__(self, clock: Clock) -> None:

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvarts.base.clock import PacedClock, VirtualClock
 from kvarts.core.events import StepDone
+from kvarts.core.sampling import SamplingParams
 from kvarts.core.tiers.config import OffloadConfig
 from kvarts.cost.polynomial import LinearCost
 from kvarts.doors.openai.opening import Door, MockSettings, OwnReaders
@@ -178,3 +180,73 @@ def test_a_recorded_run_of_sglang_replays_to_the_same_events(
     rows, live = served_live(config, sent, speedup=1.0)
     assert len(rows) == len(sent)
     assert_same(config, rows, live, ends_later="hicache_ratio" in changes)
+
+
+NS_PER_S = 1_000_000_000
+LOADS = ReplayConfig(
+    num_pages=10,
+    page_size=4,
+    max_num_batched_tokens=64,
+    max_num_seqs=2,
+    cost=LinearCost(step_ms=1, chunk_token_ms=1000),
+    offload=OffloadConfig(host_pages=30, policy="eager", h2d="5KB/s", kv_bytes_per_token=1000),
+    audit=True,
+)
+ASKS = ReplayConfig(
+    engine="sglang",
+    num_pages=30,
+    page_size=4,
+    max_num_batched_tokens=64,
+    max_num_seqs=2,
+    cost=LinearCost(step_ms=1),
+    hicache_ratio=1.0,
+    **{**STORAGE, "offload": OffloadConfig(disk_latency_us=4e6)},
+)
+
+
+@pytest.mark.parametrize("config", [LOADS, ASKS], ids=["load", "query of storage"])
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_pause_is_interrupted_by_what_comes(config: ReplayConfig, *, is_cancelled: bool) -> None:
+    """Nothing can be computed for 4 s; after one of them, a request comes, and perhaps the one that waits is cancelled.
+
+    Time is that of a script: nothing sleeps.
+    """
+    heard = Heard()
+    host = open_mock(config, Door(), MockSettings(readers=OwnReaders(heard))).served.host
+    loop, clock, wall = host.loop, host.clock, VirtualClock()
+    assert isinstance(clock, PacedClock)
+    clock._wall, clock.is_asked = wall, None
+    if config is LOADS:
+        for token, count in ((1, 21), (2, 37)):
+            loop.submit([token] * count, SamplingParams(max_tokens=1))
+            while not loop.step():
+                pass
+            wall.wait_until_ns(wall.now_ns() + 100 * NS_PER_S)  # the store ends
+
+    def ask(timeout_s: float) -> bool:
+        asked.append(timeout_s)
+        wall.wait_until_ns(wall.now_ns() + NS_PER_S)
+        return True
+
+    asked: list[float] = []
+    clock.is_asked = ask
+    begun_ns = wall.now_ns()
+    waiting = loop.submit([1] * 21, SamplingParams(max_tokens=1))
+    assert loop.step() == []
+    assert asked == [pytest.approx(4.0, abs=0.01)]
+    assert clock.now_ns() == pytest.approx(begun_ns + NS_PER_S, abs=1e6)
+    assert loop.step() == [], "nothing has changed: it goes on"
+    assert asked[1] == pytest.approx(3.0, abs=0.01)
+    clock.is_asked = None
+    if is_cancelled:
+        assert loop.cancel(waiting) is not None
+    other = loop.submit([3], SamplingParams(max_tokens=1))
+    ended: dict[int, int] = {}
+    while len(ended) < 2 - is_cancelled:
+        ended |= {completion.index: clock.now_ns() for completion in loop.step()}
+    came_ns = begun_ns + 2 * NS_PER_S
+    if config is LOADS:
+        assert ended[other] == pytest.approx(came_ns + NS_PER_S, rel=0.01), "it computes one token while others load"
+    if not is_cancelled:
+        assert ended[waiting] >= begun_ns + 4 * NS_PER_S
+    host.core.scheduler.check()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvarts.base.clock import PacedClock
+from kvarts.base.clock import Clock, PacedClock
 from kvarts.core.sampling import SamplingParams
 from kvarts.doors.openai.running import RunningServer
 from kvarts.doors.openai.served import Ask
@@ -357,7 +357,7 @@ def test_a_port_that_is_taken_is_an_error_of_one_line(run_command: Any, capsys: 
 
 
 def test_a_paced_clock_stands_still_while_there_is_work_and_counts_its_lag() -> None:
-    class Wall:
+    class Wall(Clock):
         now = 0
 
         def now_ns(self) -> int:

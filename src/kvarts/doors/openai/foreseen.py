@@ -174,14 +174,23 @@ class ForeseenEngine:
 
     def cancel(self, request: Request) -> None:
         """Drop `request` between steps."""
+        self._replica.wake(self._clock.now_ns())
         self._replica.cancel(request)
         del self._requests[request.index]
         self._rest()
 
     def step(self, now_ns: int) -> list[Request]:
-        """Run one step that starts at `now_ns`, give requests their tokens, and return those that have finished."""
+        """Run one step that starts at `now_ns`, give requests their tokens, and return those that have finished.
+
+        A task that is queued in a pause interrupts it; the next call goes on with it.
+        """
         replica = self._replica
-        self._clock.wait_until_ns(replica.start(now_ns))
+        if not replica.is_pausing:
+            replica.start(now_ns)
+        if not replica.is_pausing:
+            self._clock.wait_until_ns(replica.now_ns)
+        elif not self._clock.wait_unless_asked(replica.now_ns):
+            return []
         finished = replica.finish()
         for request in finished:
             del self._requests[request.index]

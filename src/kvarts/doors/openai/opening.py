@@ -71,7 +71,7 @@ __all__ = [
 
 
 class PacedEngine:
-    """A CoreEngine: a Replica that executes one step at a time, and sleeps through its pauses."""
+    """A CoreEngine: a Replica that executes one step at a time, and waits in its pauses for tasks."""
 
     def __init__(self, replica: Replica, clock: Clock) -> None:
         self._replica = replica
@@ -84,19 +84,24 @@ class PacedEngine:
 
     def cancel(self, request: Request) -> None:
         """Drop `request` between steps; its pages are free at once."""
+        self._replica.wake(self._clock.now_ns())
         self._replica.cancel(request)
 
     def step(self, now_ns: int) -> list[Request]:
-        """Execute one step that starts at `now_ns`, or wait until one is possible. Return finished requests."""
+        """Execute one step that starts at `now_ns`, or wait until one is possible. Return finished requests.
+
+        A task that is queued meanwhile interrupts the wait; the next call goes on with it.
+        """
         replica = self._replica
         if not replica.scheduler.has_work:  # transfers only, which have progressed meanwhile
             replica.run_until(now_ns, [])
             if replica.has_work:
-                self._clock.wait_until_ns(replica.now_ns)
+                self._clock.wait_unless_asked(replica.now_ns)
             return []
-        end_ns = replica.start(now_ns)
-        if replica.is_pausing:
-            self._clock.wait_until_ns(end_ns)
+        if not replica.is_pausing:
+            replica.start(now_ns)
+        if replica.is_pausing and not self._clock.wait_unless_asked(replica.now_ns):
+            return []
         return replica.finish()
 
     @property
@@ -203,10 +208,10 @@ def mock_model(
     if isinstance(clock, PacedClock):
         clock.is_at_rest = lambda: not core.scheduler.has_work
     paced = around(PacedEngine(Replica(core, SimExecutor(cost), step_by_step=True), clock))
-    engine = LLMEngine(paced, parts.executor, parts.detokenizing, clock, page_size=config.page_size)
-    return parts.host(
-        EngineLoop(engine), core, config, clock, token_bytes=token_bytes, max_positions=max_positions, groups=groups
-    )
+    loop = EngineLoop(LLMEngine(paced, parts.executor, parts.detokenizing, clock, page_size=config.page_size))
+    if isinstance(clock, PacedClock):
+        clock.is_asked = loop.wait_for_task
+    return parts.host(loop, core, config, clock, token_bytes=token_bytes, max_positions=max_positions, groups=groups)
 
 
 DEFAULT_TOKENS = 128
@@ -257,9 +262,10 @@ def mock_in_batches(
     core = replica.engine
     clock.is_at_rest = lambda: not core.scheduler.has_work
     paced = ForeseenEngine(replica, clock, foreseen)
-    engine = LLMEngine(paced, foreseen, foreseen.of_generations(), clock, page_size=config.page_size)
+    loop = EngineLoop(LLMEngine(paced, foreseen, foreseen.of_generations(), clock, page_size=config.page_size))
+    clock.is_asked = loop.wait_for_task
     return ModelHost(
-        loop=EngineLoop(engine),
+        loop=loop,
         core=core,
         config=config,
         clock=clock,

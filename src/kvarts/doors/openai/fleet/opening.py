@@ -260,7 +260,7 @@ class OpenedFleet(Opened):
         )
         engine = LLMEngine(paced, foreseen, foreseen.of_generations(), clock, page_size=config.page_size)
         self.loop = loop = EngineLoop(engine)
-        paced.is_asked = loop.wait_for_task
+        clock.is_asked = loop.wait_for_task
         self._recorder = FleetRecorder(paced) if door.is_recording else None
         self.workers = [self._open(worker) for worker in live.workers]
         in_front = [self._in_front(of_model, live.workers) for of_model in self._models]

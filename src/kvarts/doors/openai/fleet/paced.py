@@ -53,20 +53,6 @@ class FleetClock(PacedClock):
             self._wall = WallClock()
         return max(super().now_ns(), self.reached_ns + 1)
 
-    def wait_unless(self, at_ns: int, is_asked: Callable[[float], bool]) -> bool:
-        """Wait until `at_ns` in model time, and return True; or return False as soon as `is_asked` does.
-
-        `is_asked` waits for a task, for at most the given seconds of real time.
-        """
-        due_ns = round(at_ns / self.speedup)
-        while (left_ns := due_ns - self._wall.now_ns()) > 0:
-            if is_asked(left_ns / 1e9):
-                return False
-        self._due_ns = due_ns
-        self.late_ns = max(0, self._wall.now_ns() - due_ns)
-        self.most_late_ns = max(self.most_late_ns, self.late_ns)
-        return True
-
 
 class WorkerMeters:
     """The meters of the workers, by their numbers."""
@@ -111,8 +97,6 @@ class PacedFleet:
     ) -> None:
         self.fleet = fleet
         self.clock = clock
-        self.is_asked: Callable[[float], bool] = lambda timeout_s: False
-        """Waits until a task for the engine is queued. To be set as soon as there is a loop."""
         self.direct: dict[int, DirectRequest] = {}
         """Requests that a client sends to a worker, by index; to be set before they are queued."""
         self.models: dict[int, str] = {}
@@ -162,7 +146,7 @@ class PacedFleet:
         next_ns = self.fleet.next_ns()
         if next_ns == NEVER_NS:
             self._run_until(now_ns)  # fails requests that cannot go on
-        elif self.clock.wait_unless(next_ns, self.is_asked):
+        elif self.clock.wait_unless_asked(next_ns):
             self._run_until(max(next_ns + 1, self.clock.now_ns()))
         return self._deliver()
 

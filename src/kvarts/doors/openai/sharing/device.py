@@ -69,7 +69,7 @@ Assignments: TypeAlias = dict[int, str]
 
 
 class PacedDevice:
-    """A CoreEngine: the turns of all models, one at a time, with a sleep in each pause."""
+    """A CoreEngine: the turns of all models, one at a time; in a pause it waits for tasks."""
 
     def __init__(
         self, device: SharedDevice, turns: TurnLoop, tenants: Mapping[str, Tenant], models: Assignments, clock: Clock
@@ -108,24 +108,28 @@ class PacedDevice:
         """
         name = self._models.get(request.index)
         assert name is not None
+        if self._turns.is_pausing:
+            self._turns.wake(self._clock.now_ns())
         now_ns = self.device.now_ns = max(self._clock.now_ns(), self._turns.now_ns)
         self._tenants[name].cancel(request, now_ns)
 
     def step(self, now_ns: int) -> list[Request]:
-        """Execute one turn that starts at `now_ns`, or wait until one is possible. Return finished requests."""
+        """Execute one turn that starts at `now_ns`, or wait until one is possible. Return finished requests.
+
+        A task that is queued meanwhile interrupts the wait; the next call goes on with it.
+        """
         turns = self._turns
         if not self.has_requests:  # transfers only, which have progressed meanwhile
             turns.run_until(now_ns, [])
             if turns.has_work:
-                self._clock.wait_until_ns(max(turns.now_ns, now_ns))
+                self._clock.wait_unless_asked(max(turns.now_ns, now_ns))
             return []
-        end_ns = turns.start(now_ns)
-        if end_ns == NEVER_NS:
+        if not turns.is_pausing and turns.start(now_ns) == NEVER_NS:
             self._clock.wait_until_ns(now_ns + RETRY_NS)
             turns.wake(now_ns + RETRY_NS)
             return []
-        if turns.is_pausing:
-            self._clock.wait_until_ns(end_ns)
+        if turns.is_pausing and not self._clock.wait_unless_asked(turns.now_ns):
+            return []
         finished = turns.finish()
         for tenant in self._tenants.values():
             del tenant.settled[:]  # for reports, which a mock does not make
@@ -274,6 +278,7 @@ def open_several(config: SharingConfig, door: Door, settings: MockSettings) -> l
         models,
     )
     loop = EngineLoop(LLMEngine(paced, sampling, sampling.of_generations(), clock, page_size=config.each.page_size))
+    clock.is_asked = loop.wait_for_task
     served: list[Served] = []
     for name, engine in engines.items():
         of_model: ReplayConfig = config.configs[name]
