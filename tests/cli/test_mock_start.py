@@ -8,7 +8,7 @@ import pytest
 
 from kvarts.base.errors import ConfigError
 from kvarts.base.settings import given_by_keywords
-from kvarts.cli.mock import engine_of_mock
+from kvarts.cli.mock import engine_of_mock, without_drafts
 from kvarts.cli.replaying import all_sections
 
 GEMMA = {"model": "gemma-4-31b", "device": "h100-80gb"}
@@ -56,3 +56,25 @@ def test_a_length_for_which_vllm_does_not_start_is_refused_with_this_length(
         engine_of_mock(
             given_by_keywords(given | {"engine": "vllm==0.33"}, sections), sections, max_model_len=max_model_len
         )
+
+
+LINE = {"model": "qwen3-8b", "device": "h100-80gb", "speculative_tokens": 3, "speculative_method": "mtp"}
+
+
+@pytest.mark.parametrize(
+    ("given", "has_drafts"),
+    [
+        (LINE, False),
+        (LINE | {"engine": "vllm"}, False),
+        (LINE | {"acceptance": "0.8,0.6,0.4"}, False),
+        (LINE | {"engine": "vllm", "acceptance": "0.8,0.6,0.4"}, True),
+    ],
+)
+def test_a_mock_has_drafts_if_it_starts_as_vllm_and_knows_how_many_are_right(
+    given: dict[str, Any], has_drafts: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections = all_sections()
+    config = engine_of_mock(without_drafts(given_by_keywords(given, sections)), sections)
+    assert ("started_drafts" in config.features) is has_drafts
+    assert ("drafts have no effect" in capsys.readouterr().err) is not has_drafts
+    assert config.async_scheduling is ("engine" in given)

@@ -24,6 +24,7 @@ from kvarts.sim.config import ReplayConfig, resolve_replay
 from kvarts.sim.replay import open_replica
 from kvarts.sim.replaying import replay
 from kvarts.sim.routers.config import Routing
+from kvarts.sim.traffic.logs import RecordedRow, recorded_trace
 from kvarts.sim.traffic.trace import Trace, TraceRequest
 
 from builders.case import Case, Row
@@ -407,3 +408,14 @@ def test_drafts_that_are_not_scheduled_as_in_vllm_are_refused(model: str, given:
 
     with pytest.raises(ConfigError, match=words):
         opened()
+
+
+def test_with_drafts_a_request_beyond_the_longest_is_refused_alone() -> None:
+    config = started("llama-3.1-8b", **{"engine": "vllm==0.33", **DRAFTS, "max_model_len": 1000})
+    lengths = {900: 20, 990: 20, 1500: 20}
+    rows = [
+        RecordedRow(arrival_ns=0, prompt=[place] * length, num_output_tokens=count, output=[5] * count)
+        for place, (length, count) in enumerate(lengths.items())
+    ]
+    summary = replay(recorded_trace(rows), config).summary
+    assert (summary["num_completed"], summary["num_rejected"]) == (1, 2)

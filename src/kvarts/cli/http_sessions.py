@@ -71,6 +71,11 @@ def check_options_beside(other: dict[str, str], values: Mapping[str, Any]) -> No
             check_combination({"sessions": name, **other})
 
 
+def are_asked_for(values: dict[str, Any]) -> bool:
+    """Return whether the command line has options of sessions."""
+    return any(values[name] is not None for name in GIVEN)
+
+
 def open_sessions_of(opened: Opened, values: dict[str, Any], keys: Keys | None) -> None:
     """Let requests name sessions, with the options of `server_options`. Raise ConfigError.
 
@@ -128,7 +133,8 @@ def _why_not(opened: Opened, values: dict[str, Any]) -> str:
         given.append("record")
     if any(served.host.memory is not None and served.host.memory.hit_pages > 1 for served in opened.models):
         given.insert(0, "sizes")
-    return why_not(*given)
+    reasons = [served.host.why_no_sessions for served in opened.models]
+    return why_not(*given) or next(filter(None, reasons), "")
 
 
 def beside(values: dict[str, Any], settings: dict[str, Any], owners: Any) -> list[ServesRuntime]:

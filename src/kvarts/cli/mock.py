@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from kvarts.base.errors import ConfigError, MissingFileError
-from kvarts.base.settings import Flags, Given, given_by_flags, settings_of
+from kvarts.base.settings import Flags, Given, SettingError, given_by_flags, settings_of
 from kvarts.cli import (
     front_end,
     http_sessions,
@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     from kvarts.doors.openai.running import MockConfig
     from kvarts.sim.config import ReplayConfig
 
-__all__ = ["engine_and_text_options", "engine_of_mock", "mock_command"]
+__all__ = ["engine_and_text_options", "engine_of_mock", "mock_command", "without_drafts"]
 
+DRAFTS = ("speculative_tokens", "speculative_method", "acceptance")
 KEYS = (
     "model",
     "weight_dtype",
@@ -66,6 +67,8 @@ KEYS = (
     "no_prefix_caching",
     "long_prefill_token_threshold",
     "prefill_schedule_interval",
+    "async_scheduling",
+    *DRAFTS,
     *sorted(SGLANG_NAMES),
 )
 TABLES = ("offload.",)
@@ -139,7 +142,7 @@ def mock_command(**params: Any) -> None:
     if theirs:
         raise click.UsageError(f"{theirs[0]} is after --, where arguments of vllm serve are: give --front-end vllm.")
     need_http()
-    given = _over_default(given, sections)
+    given = _over_default(without_drafts(given), sections)
     from kvarts.doors.openai.answers import load_rules
     from kvarts.doors.openai.opening import Door, MockSettings
     from kvarts.doors.openai.running import open_mock
@@ -177,6 +180,8 @@ def mock_command(**params: Any) -> None:
     if config is None:
         asked = {"windows": "session_window"} if params["session_window"] else {}
         config = engine_of_mock(given, sections, asked, max_model_len=params["max_model_len"])
+        if http_sessions.are_asked_for(params) and "async_scheduling" not in given:
+            config = msgspec.structs.replace(config, async_scheduling=False)
         token_bytes = resolve_hardware(given).get("kv_bytes_per_token", 0)
     with ExitStack() as stack:
         readers = kv_events.open_readers(stack, params)
@@ -187,10 +192,18 @@ def mock_command(**params: Any) -> None:
         serve_http(opened, address, params, what=_told(opened))
 
 
+def without_drafts(given: Given) -> Given:
+    """Return settings without drafts, unless the mock can have them."""
+    if "speculative_tokens" not in given or ("acceptance" in given and str(given.get("engine", "")).startswith("vllm")):
+        return given
+    say("kvarts: drafts have no effect: with --engine vllm and --set acceptance=0.8,0.6,0.4, decodes have drafts")
+    return given.without(DRAFTS)
+
+
 def engine_of_mock(
     given: Given, sections: Any, asked: Mapping[str, str] = {}, *, max_model_len: int | None = None
 ) -> ReplayConfig:
-    """Return the engine of a mock. It plans a step when the one before has ended, so that its tokens are known.
+    """Return the engine of a mock.
 
     `max_model_len`: the length for which vLLM plans, if the mock starts as vLLM; by default, the model's.
     """
@@ -212,7 +225,10 @@ def engine_of_mock(
         say(f"kvarts: not as vLLM 0.33 starts: {config.not_started}")
     if "eviction" in given:
         config = with_policy(config, given, None)
-    return msgspec.structs.replace(config, async_scheduling=False) if config.async_scheduling else config
+    if "speculative_tokens" in given and "started_drafts" not in config.features:
+        hint = f"Leave out {', '.join(DRAFTS)}."
+        raise SettingError(f"needs a start of vLLM: {config.not_started}", "speculative_tokens", hint=hint)
+    return config
 
 
 def _of_length(max_model_len: int) -> Given:

@@ -34,6 +34,7 @@ KEYS = {
     "scheduling-policy": "scheduling_policy",
     "max-model-len": "max_model_len",
     "spec-tokens": "speculative_tokens",
+    "spec-method": "speculative_method",
     "decode-context-parallel-size": "decode_context_parallel_size",
     "performance-mode": "performance_mode",
     "mamba-ssm-cache-dtype": "mamba_ssm_cache_dtype",

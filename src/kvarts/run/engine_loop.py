@@ -473,6 +473,7 @@ class ModelHost:
     With groups, pages are blocks, and `token_bytes` is the size of a token in a block. `check_params` raises
     ConfigError for parameters that the model cannot satisfy, and may take a second; None for a model without grammars.
     `scores_attention`: whether steps return how much attention pages received, in one page table for all layers.
+    `why_no_sessions`: the reason why the model has no sessions; empty if it can have them.
     """
 
     loop: EngineLoop
@@ -492,6 +493,7 @@ class ModelHost:
     memory: GroupMemory | None = None
     check_params: Callable[[SamplingParams], None] | None = None
     scores_attention: bool = False
+    why_no_sessions: str = ""
 
     @property
     def num_gpu_blocks(self) -> int:

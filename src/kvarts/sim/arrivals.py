@@ -87,6 +87,7 @@ class Arrivals(Informed):
         self.has_timeout = timeout_ns is not None
         """Whether clients give up requests of which no row says when."""
         self._stops = stops
+        self._plans_ahead = engines[0].scheduler.ahead is not None
         self._held: dict[Request, TraceRequest] = {}
         """Requests that wait in the router, and their rows."""
 
@@ -109,7 +110,7 @@ class Arrivals(Informed):
             arrival_ns=now_ns - self._delay_ns,
             priority=row.priority + self._priority,
             request_id=row.request_id or str(row.row),
-            stops=self._stops,
+            stops=self._stops or (row.stops and self._plans_ahead),
         )
         return request, row
 

@@ -24,7 +24,7 @@ from kvarts.core.events import (
     StepStarted,
 )
 from kvarts.core.executor import VirtualExecutor
-from kvarts.core.request import Request
+from kvarts.core.request import Request, RequestState
 from kvarts.core.sched.policy import NEVER_NS
 from kvarts.core.sched.scheduler import Scheduler
 from kvarts.core.sched.wheel import PagesDue
@@ -128,6 +128,7 @@ class Replica:
             if reason is None:
                 self._door.add(request)
             else:
+                request.become(RequestState.REJECTED)
                 self.refuse(request, reason, now_ns)
             return reason
         return self.engine.submit(request, now_ns)

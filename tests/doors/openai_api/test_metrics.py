@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import kvarts
 from kvarts.doors.openai.running import RunningServer
+from kvarts.sim.config import ReplayConfig
 
 from builders.http_client import call
 
@@ -141,3 +143,17 @@ def test_names_are_those_of_vllm_whatever_a_scraper_prefers(server: RunningServe
     text = reply.payload.decode()
     assert "\nvllm:num_requests_running{" in text and "vllm_num" not in text
     assert "\nprocess_resident_memory_bytes " in text
+
+
+def test_drafts_of_a_mock_that_starts_as_vllm_are_counted() -> None:
+    drafts = {"speculative_tokens": 2, "acceptance": "1.0,1.0", "speculative_method": "eagle3"}
+    engine = {"model": "qwen3-8b", "device": "h100-80gb", "engine": "vllm==0.33", "pages": 300, "max_model_len": 4000}
+    with kvarts.mock(ReplayConfig.of_options(**engine, **drafts)) as server:
+        asked = {"prompt": list(range(40)), "max_tokens": 31, "ignore_eos": True}
+        assert call(server.url, COMPLETIONS, asked).json["usage"]["completion_tokens"] == 31
+        found = values(server)
+        assert found["vllm:spec_decode_num_drafts_total"] == 10, "30 tokens in steps of three, after that of the prompt"
+        assert found["vllm:spec_decode_num_draft_tokens_total"] == 20
+        assert found["vllm:spec_decode_num_accepted_tokens_total"] == 20
+        server.settle()
+        server.assert_conserved()

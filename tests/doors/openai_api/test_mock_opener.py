@@ -55,3 +55,11 @@ def test_a_mock_serves_what_its_configuration_describes(config: Any, names: list
 def test_a_field_of_the_engine_beside_a_configuration_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_seqs"):
         kvarts.mock(ENGINE, max_seqs=3)
+
+
+def test_sessions_of_a_mock_that_plans_ahead_are_refused() -> None:
+    from kvarts.run.sessions.values import SessionsConfig
+
+    config = ReplayConfig(num_pages=60, page_size=4, cost=COST, async_scheduling=True)
+    with pytest.raises(ConfigError, match="planned before the tokens of the last one are known"):
+        kvarts.mock(config, sessions=SessionsConfig())

@@ -52,7 +52,7 @@ def assert_same(config: ReplayConfig, rows: list[RecordedRow], live: list[Any], 
         assert mine == other, f"event {number}"
     assert len(expected) == len(again) or ends_later
     rest = {kind for kind, _ in again[len(expected) :]}
-    assert rest <= {"StepStarted", "PagesStored", "PagesRemoved", "AtRest"}
+    assert rest <= {"StepStarted", "PagesStored", "PagesRemoved", "TransferEnded", "AtRest"}
 
 
 STORAGE: dict[str, Any] = {
@@ -86,6 +86,7 @@ requests = st.builds(
     budget=st.sampled_from([4, 16, 64]),
     seqs=st.integers(1, 4),
     has_host=st.booleans(),
+    ahead=st.booleans(),
     kept=st.one_of(st.just({}), group_settings()),
 )
 def test_a_recorded_run_replays_to_the_same_events(
@@ -95,13 +96,14 @@ def test_a_recorded_run_replays_to_the_same_events(
     budget: int,
     seqs: int,
     has_host: bool,
+    ahead: bool,
     kept: dict[str, Any],
 ) -> None:
     config = small(pages, page_size, budget, seqs, has_host=has_host)
-    config = msgspec.structs.replace(config, **kept)
+    config = msgspec.structs.replace(config, async_scheduling=ahead, **kept)
     rows, live = served_live(config, sent, speedup=1.0)
     assert len(rows) == len(sent)
-    assert_same(config, rows, live)
+    assert_same(config, rows, live, ends_later=ahead and has_host)
 
 
 def small(pages: int, page_size: int, budget: int, seqs: int, *, has_host: bool = False) -> ReplayConfig:
@@ -142,6 +144,41 @@ def test_ten_thousand_requests_replay_to_the_same_events() -> None:
         Sent(1.2 * index, [index % 7] * 64 + [index % 97] * 20 + [index], 10 + index % 30) for index in range(10_000)
     ]
     rows, live = served_live(config, sent, speedup=1.0)
+    assert_same(config, rows, live)
+
+
+@pytest.mark.laws
+@settings(deadline=None, max_examples=settings().max_examples // 2)
+@given(
+    sent=st.lists(requests, min_size=1, max_size=12),
+    method=st.sampled_from(["eagle3", "ngram"]),
+    num_drafts=st.integers(1, 3),
+    pages=st.integers(25, 40),
+    is_ahead=st.booleans(),
+)
+def test_a_recorded_run_with_drafts_replays_to_the_same_events(
+    sent: list[Sent], method: str, num_drafts: int, pages: int, *, is_ahead: bool
+) -> None:
+    """As vLLM 0.33 starts. Requests have 256 tokens at most, and the memory holds two of these."""
+    config = ReplayConfig.of_options(
+        model="qwen3-8b",
+        device="h100-80gb",
+        engine="vllm==0.33",
+        speculative_tokens=num_drafts,
+        acceptance=",".join(["0.8", "0.6", "0.4"][:num_drafts]),
+        speculative_method=method,
+        async_scheduling=is_ahead and method != "ngram",
+        max_model_len=256,
+        max_seqs=4,
+        max_batched_tokens=64,
+        pages=pages,
+        frontend_ms=0.0,
+        audit=False,
+    )
+    config = msgspec.structs.replace(config, cost=LinearCost(step_ms=0.05, chunk_token_ms=0.001, decode_ms=0.01))
+    sent = [msgspec.structs.replace(each, prompt=each.prompt * 5) for each in sent]
+    rows, live = served_live(config, sent, speedup=1.0)
+    assert len(rows) == len(sent)
     assert_same(config, rows, live)
 
 

@@ -174,12 +174,15 @@ def _open_drafts(opening: Opening) -> Acts | None:
     if opening.speculation is not None:
         from kvarts.core.sched.foreseen_drafts import ForeseenDrafts
 
-        return ForeseenDrafts(scheduler, opening.speculation).acts()
+        foreseen = ForeseenDrafts(scheduler, opening.speculation)
+        scheduler.draft_totals = foreseen.totals
+        return foreseen.acts()
     if opening.drafter is None:
         return None
     from kvarts.core.sched.drafts import Drafts
 
     scheduler.drafts = Drafts(scheduler, opening.drafter, opening.num_draft_slots)
+    scheduler.draft_totals = scheduler.drafts.totals
     return scheduler.drafts.acts()
 
 

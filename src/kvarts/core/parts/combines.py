@@ -62,7 +62,7 @@ FEATURES = {
     "prices": Feature("policies and prices of memory", ("plan",)),
     "record": Feature("a journal of what a server was asked", ("mock", "model")),
     "ranks": Feature("ranks in lock step", ("replay", "sessions")),
-    "ahead": Feature("asynchronous scheduling", ("replay", "plan", "sessions", "several", "fleet")),
+    "ahead": Feature("asynchronous scheduling", ("replay", "plan", "mock", "sessions", "several", "fleet")),
     "late_events": Feature("events that reach routers late", ("replay", "plan", "mock", "several", "fleet")),
     "store": Feature("a store that workers share", ("replay", "mock", "fleet")),
     "pulls": Feature("pages from other workers' host memory", ("replay", "mock", "fleet")),
@@ -78,7 +78,7 @@ FEATURES = {
     "batches": Feature("the engine 'sglang'", ("replay", "plan", "mock")),
     "start": Feature("a start of vLLM", ("replay", "plan", "mock", "fleet")),
     "sizes": Feature("blocks of several sizes", ("replay", "mock", "fleet"), part_of="start"),
-    "started_drafts": Feature("drafts in a start of vLLM", ("replay", "plan"), part_of="start"),
+    "started_drafts": Feature("drafts in a start of vLLM", ("replay", "plan", "mock"), part_of="start"),
     "fused": Feature("attention by FlashAttention or Triton", ("model",)),
 }
 """Features that users can request: the rows of the table."""
@@ -179,7 +179,6 @@ REFUSED = (
         Refusal(("started_drafts", other), why, "Leave it out, or give {engine} none.")
         for other, why in (
             ("tiers", "vLLM names blocks otherwise with a connector"),
-            ("mock", "a mock answers one token per step"),
             ("fleet", "its workers need a connector, with which vLLM names blocks otherwise"),
             ("sessions", "it is not modelled"),
             ("ranks", "it is not modelled"),

@@ -21,6 +21,7 @@ from kvarts.core.events import DraftJudged, DraftTaken
 from kvarts.core.kv.cache import BlockTable
 from kvarts.core.kv.draft_states import DraftSpace
 from kvarts.core.request import Request, RequestState
+from kvarts.core.sched.drafts import DraftTotals
 from kvarts.core.sched.preemption import table_of
 from kvarts.core.sched.prefill import DraftRoom
 from kvarts.core.sched.step import FOR_BUDGET, PASS, Acts, Ask, Step, Verdict
@@ -84,6 +85,7 @@ class ForeseenDrafts:
         tokens of the budget are left."""
         self._waited: set[int] = set()
         """Requests that computed nothing in the last step, so that all of their tokens are known."""
+        self._num_drafts = self._num_drafted = self._num_right = 0
         self._padded: list[Request] = []
         """Requests that start in the step with room for a draft, which they do not have."""
         self._judged: dict[int, tuple[int, int]] = {}
@@ -95,6 +97,7 @@ class ForeseenDrafts:
         self._end = 0
         """The tokens that the head has room for when it starts."""
         scheduler.lookahead = speculation.lookahead
+        scheduler.max_model_len = speculation.most_tokens
         scheduler.running.names_at_turns = self.num_named
         scheduler.prefill.room_for(DraftRoom(self.room, self.extend, self.turns_before))
         config = scheduler.config
@@ -121,6 +124,10 @@ class ForeseenDrafts:
             planned=self.publish_read if lag else None,
             leaving=self.publish_ended if lag else None,
         )
+
+    def totals(self) -> DraftTotals:
+        """Return the totals so far."""
+        return DraftTotals(self._num_drafts, self._num_drafted, self._num_right)
 
     def has_decodes(self) -> bool:
         """Return whether the next step drafts, so that it is computed alone."""
@@ -295,6 +302,9 @@ class ForeseenDrafts:
                 continue
             num_left, num_accepted = request.stop_step - wheel.step, self._num_accepted(request, num_drafted)
             self._judged[request.index] = num_accepted, num_drafted - num_accepted
+            self._num_drafts += num_drafted > 0
+            self._num_drafted += num_drafted
+            self._num_right += num_accepted
             if num_accepted:
                 wheel.skip(request, num_accepted)
                 if lag and num_accepted == num_left:

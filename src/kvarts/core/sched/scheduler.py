@@ -14,7 +14,7 @@ The scheduler reads no clock and no random number: `schedule` and `commit` recei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvarts.base.errors import ConfigError
@@ -33,7 +33,7 @@ from kvarts.core.sched.step import AGAIN, PASS, TAKEN, Ask, Step
 if TYPE_CHECKING:
     from kvarts.core.parts.ahead import PlansAhead
     from kvarts.core.parts.settling import Settling
-    from kvarts.core.sched.drafts import Drafts
+    from kvarts.core.sched.drafts import Drafts, DraftTotals
     from kvarts.core.sched.handoffs import Handoffs
     from kvarts.core.sched.input_batch import InputBatch
 
@@ -91,6 +91,8 @@ class Scheduler(SchedulerState):
         """Requests that two engines work on."""
         self.drafts: Drafts | None = None
         """Drafted tokens, for an executor that reports which drafts are right."""
+        self.draft_totals: Callable[[], DraftTotals] | None = None
+        """Returns the totals of drafts so far; None without drafts."""
         self.ahead: PlansAhead | None = None
         """What ended since the step under way was planned, if plans are made ahead."""
         self.settling: Settling | None = None
@@ -157,8 +159,10 @@ class Scheduler(SchedulerState):
     # What is here -----------------------------------------------------------------------------------------
 
     def never_fits(self, request: Request) -> str | None:
-        """Return the reason why there can never be enough pages for `request`; None if there can."""
+        """Return the reason why `request` can never run, or have enough pages; None if it can."""
         cache = self.cache
+        if request.num_prompt_tokens + request.max_tokens > self.max_model_len:
+            return f"needs room for {_asked(request)}; max_model_len is {self.max_model_len}"
         num_tokens = request.num_prompt_tokens + request.max_tokens - 1 or 1  # 0 for one token that is only computed
         num_reserved = self.session_pages.reserve.num_pages
         num_most = self.pages.num_most - num_reserved
@@ -171,8 +175,7 @@ class Scheduler(SchedulerState):
             room = "beside what is guaranteed to other models there are"
         if num_reserved:
             room = f"beside the {blocks} that are reserved there are"
-        asked = f"{request.num_prompt_tokens} prompt and {request.max_tokens} output tokens"
-        return f"{cache.needs.words(num_blocks, self.wheel.page_size, asked)}; {room} {num_most}"
+        return f"{cache.needs.words(num_blocks, self.wheel.page_size, _asked(request))}; {room} {num_most}"
 
     def most_pages_needed(self) -> int:
         """Return the most pages that any of the requests here, or coming, may need, of those that take pages."""
@@ -549,3 +552,7 @@ class Scheduler(SchedulerState):
         if not held and not holds:
             assert self.cache.num_used == 0, f"L2: {self.cache.num_used} pages in use and no request runs"
         self.cache.check(held, holds)
+
+
+def _asked(request: Request) -> str:
+    return f"{request.num_prompt_tokens} prompt and {request.max_tokens} output tokens"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from kvarts.base.limits import MOST_COUNT
 from kvarts.core.config import EngineConfig
 from kvarts.core.event_log import Emit
 from kvarts.core.events import Blocked
@@ -84,6 +85,8 @@ class SchedulerState:
         """Requests that wait for a tier below the device."""
         self.host: HostCopies | None = None
         """Host memory that no request waits for."""
+        self.max_model_len = MOST_COUNT
+        """The most tokens of a request, if a part plans for that many."""
         self.lookahead = 0
         """The tokens after a page on which its name depends, in the contents of requests."""
         self.hooks = Hooks((self.memory.find, self.memory.fits))

@@ -79,10 +79,11 @@ class Foreseen:
 
     # Tokens -----------------------------------------------------------------------------------------------
 
-    def draw(self, request: Request, *, is_known: bool) -> None:
+    def draw(self, request: Request, *, is_known: bool, plans_ahead: bool = False) -> None:
         """Draw the tokens of `request`, up to its end, which becomes its `max_tokens`.
 
-        `is_known`: requests may hit the pages of its tokens.
+        `is_known`: requests may hit the pages of its tokens. `plans_ahead`: an engine that plans a step before the
+        tokens of the last one are known, and so cannot foresee an early end.
         """
         answer = self._answers[request.index]
         params, generation = answer.params, answer.generation
@@ -102,6 +103,7 @@ class Foreseen:
             answer.is_stopped = token in answer.ends and number >= params.min_tokens
             if answer.is_stopped or (shadow is not None and shadow.take(token)):
                 break
+        request.stops = plans_ahead and len(tokens) < request.max_tokens
         request.max_tokens = len(tokens)
         if params.logprobs:
             tops = [even_logprobs(token, params.top_logprobs, NUM_WORDS) for token in tokens]
@@ -165,7 +167,10 @@ class ForeseenEngine:
 
     def submit(self, request: Request, now_ns: int) -> str | None:
         """Draw the tokens of `request`, and queue it, or return why it can never run."""
-        self._foreseen.draw(request, is_known=True)
+        replica = self._replica
+        config = replica.scheduler.config
+        is_known, plans_ahead = config.profile != "mocker", replica.scheduler.ahead is not None
+        self._foreseen.draw(request, is_known=is_known, plans_ahead=plans_ahead)
         self.pass_to(now_ns)
         reason = self._replica.submit(request, now_ns)
         if reason is None:
@@ -185,13 +190,19 @@ class ForeseenEngine:
         A task that is queued in a pause interrupts it; the next call goes on with it.
         """
         replica = self._replica
-        if not replica.is_pausing:
+        finished: list[Request] = []
+        goes_on = replica.is_pausing
+        if not goes_on:
             replica.start(now_ns)
+            while replica.is_pausing and replica.now_ns <= now_ns and replica.has_work:
+                # A plan without a batch takes no time, so nothing comes between it and the next one.
+                finished += replica.finish()
+                replica.start(now_ns)
         if not replica.is_pausing:
             self._clock.wait_until_ns(replica.now_ns)
-        elif not self._clock.wait_unless_asked(replica.now_ns):
-            return []
-        finished = replica.finish()
+            finished += replica.finish()
+        elif self._clock.wait_unless_asked(replica.now_ns):
+            finished += replica.finish()
         for request in finished:
             del self._requests[request.index]
             self._foreseen.give(request.index, request.max_tokens)

@@ -294,10 +294,10 @@ class ModelMetrics(MeterMetrics):
             yield lora
 
     def _of_drafts(self) -> Iterator[Metric]:
-        drafts = self._served.host.core.scheduler.drafts
-        if drafts is None:
+        totals_of_drafts = self._served.host.core.scheduler.draft_totals
+        if totals_of_drafts is None:
             return
-        totals = drafts.totals()
+        totals = totals_of_drafts()
         name = "vllm:spec_decode_num"
         yield self._counter(f"{name}_drafts", "Number of spec decoding drafts.", totals.num_drafts)
         yield self._counter(f"{name}_draft_tokens", "Number of draft tokens.", totals.num_drafted_tokens)

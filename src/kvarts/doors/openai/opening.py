@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import msgspec
 
 from kvarts.base.clock import Clock, PacedClock, PutOffClock
+from kvarts.base.settings import SettingError
 from kvarts.core.build import Planning, Storage, Watching, build_engine, preparation_of
 from kvarts.core.config import EngineConfig, EngineOptions
 from kvarts.core.engine import Engine
@@ -57,10 +58,10 @@ __all__ = [
     "PacedEngine",
     "Readers",
     "face_of",
+    "foreseen_mock",
     "groups_of",
     "meter_of",
     "mock_facts",
-    "mock_in_batches",
     "mock_limits",
     "mock_model",
     "mock_of",
@@ -222,8 +223,12 @@ def mock_of(
 ) -> ModelHost:
     """Return the engine of a replay of `config` as a mock, on a clock that is `speedup` times as fast as real time.
 
-    `of_mock`: as of `mock_model`.
+    It plans a step when the tokens of the last one are known, also if `config` plans ahead. `of_mock`: as of
+    `mock_model`.
     """
+    if "started_drafts" in config.features:
+        raise SettingError("does not go with vLLM's front end: it is not modelled", "speculative_tokens")
+    config = msgspec.structs.replace(config, async_scheduling=False)
     return mock_model(
         config,
         config.cost_model,
@@ -240,7 +245,7 @@ def mock_of(
     )
 
 
-def mock_in_batches(
+def foreseen_mock(
     config: ReplayConfig,
     readers: Sequence[EventReader],
     *,
@@ -249,7 +254,10 @@ def mock_in_batches(
     seed: int = 0,
     token_bytes: int = 0,
 ) -> ModelHost:
-    """Return the engine of a replay of `config`, which decides as SGLang, as a mock: its answers are foreseen."""
+    """Return the engine of a replay of `config` as a mock: its steps are those of a replay, and its answers foreseen.
+
+    For engines that plan a step before the tokens of the last one are known, or that draft.
+    """
     # Mocks of other engines need no replay to be ready.
     from kvarts.doors.openai.foreseen import Foreseen, ForeseenEngine
     from kvarts.sim.replay import build_replica, planning_of, storage_of
@@ -276,6 +284,9 @@ def mock_in_batches(
         vocab_size=IN_WORDS.size,
         max_positions=max_positions,
         fingerprint=lambda: f"mock {seed}",
+        memory=groups_of(config),
+        why_no_sessions="steps are planned before the tokens of the last one are known"
+        + (" (as --no-async-scheduling changes)" if config.batches is None else ""),
     )
 
 

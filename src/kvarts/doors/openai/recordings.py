@@ -38,7 +38,7 @@ class ArrivalRecorder:
 
     def rows(self) -> list[RecordedRow]:
         """Return the arrivals so far, with the generated tokens."""
-        return [_row(request) for request, _ in self._arrived]
+        return [_row(*each) for each in self._arrived]
 
     @property
     def began_ns(self) -> int | None:
@@ -57,7 +57,7 @@ class ArrivalRecorder:
         write_whole(path, b"".join(encoder.encode(row) + b"\n" for row in rows))
 
 
-def _row(request: Request) -> RecordedRow:
+def _row(request: Request, params: SamplingParams) -> RecordedRow:
     content, num_prompt = request.content, request.num_prompt_tokens
     was_rejected = request.state.name == "REJECTED"
     num_output = request.max_tokens if was_rejected else request.num_output_tokens
@@ -67,7 +67,7 @@ def _row(request: Request) -> RecordedRow:
         prompt=content.tokens(0, num_prompt).tolist(),
         num_output_tokens=num_output,
         output=content.tokens(num_prompt, min(known, num_prompt + num_output)).tolist(),
-        max_tokens=request.max_tokens,
+        max_tokens=max(1, params.max_tokens),  # a request that is foreseen has those that it will get
         priority=request.priority,
         tenant=content.salt,
         hints=msgspec.UNSET if content.hints is None else content.hints,

@@ -30,9 +30,9 @@ from kvarts.doors.openai.opening import (
     OwnReaders,
     Readers,
     face_of,
+    foreseen_mock,
     meter_of,
     mock_facts,
-    mock_in_batches,
     mock_limits,
     mock_of,
     open_app,
@@ -120,7 +120,7 @@ def open_mock(config: MockConfig, door: Door, settings: MockSettings) -> Opened:
     else:
         name = (door.names or (settings.model,))[0]
         limits, meter = mock_limits(door, config), meter_of(door, config, settings.speedup)
-        open_engine = mock_of if config.batches is None else mock_in_batches
+        open_engine = foreseen_mock if _is_foreseen(config) else mock_of
         host = open_engine(
             config,
             (*settings.readers.of_model(name, config), *meter.readers),
@@ -136,6 +136,11 @@ def open_mock(config: MockConfig, door: Door, settings: MockSettings) -> Opened:
     for place in range(len(served)):
         opened.routes.event_sources += settings.readers.sources_of(place)
     return opened
+
+
+def _is_foreseen(config: ReplayConfig) -> bool:
+    """Return whether the engine plans, or computes, tokens that are not known yet."""
+    return config.async_scheduling or config.batches is not None or "started_drafts" in config.features
 
 
 class MockOptions(msgspec.Struct, kw_only=True):

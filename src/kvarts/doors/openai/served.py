@@ -667,6 +667,7 @@ class _Begin:
                     owner=index,
                     salt=ask.salt,
                     hints=None if hints is None else hints.for_prompt(len(ask.tokens)),
+                    lookahead=served.host.core.scheduler.lookahead,
                 ),
                 num_prompt_tokens=len(ask.tokens),
                 max_tokens=max(1, ask.params.max_tokens),

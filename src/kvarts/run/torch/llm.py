@@ -409,8 +409,8 @@ class LLM:
     @property
     def drafts(self) -> DraftTotals | None:
         """Number of drafted and accepted tokens so far; None without speculation."""
-        drafts = self._core.scheduler.drafts
-        return None if drafts is None else drafts.totals()
+        totals = self._core.scheduler.draft_totals
+        return None if totals is None else totals()
 
     # Memory -----------------------------------------------------------------------------------------------
 

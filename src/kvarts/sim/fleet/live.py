@@ -66,7 +66,7 @@ class LiveFleet:
         `direct`: the worker that its client chose, if it did. `model`: the one that it asks for, of several.
         """
         assert request.arrival_ns > self._driver.now_ns or not self._driver.now_ns
-        request.stops = self._stops
+        request.stops = request.stops or self._stops
         self._arriving.add(request, direct, model)
 
     def run_until(self, until_ns: int) -> None:

@@ -130,4 +130,5 @@ def _request(index: int, row: RecordedRow, first_ns: int, places: Mapping[int, i
         hints=row.hints if isinstance(row.hints, Hints) else None,
         direct=direct,
         model=row.model if isinstance(row.model, str) else None,
+        stops=row.ended == "finished" and row.num_output_tokens < row.max_tokens,
     )

@@ -76,6 +76,8 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     """The name of the model that it asks for."""
     is_measured: bool = True
     """Whether a report counts it: a request of a warm-up is not."""
+    stops: bool = False
+    """Whether it ended before all tokens that it asked for, which a plan made ahead does not foresee."""
 
 
 class MooncakeRow(msgspec.Struct, gc=False):

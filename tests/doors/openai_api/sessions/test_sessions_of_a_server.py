@@ -301,6 +301,8 @@ def test_what_sessions_cannot_be_is_refused(
         MODELS,
         ("--cost", "linear:step_ms=1", "--record", "written.jsonl"),
         ("--model", "gemma-4-31b", "--device", "h200", "--tensor-parallel", "2"),
+        ("--model", "gpt-oss-20b", "--device", "h100-80gb"),
+        ("--engine", "sglang", "--cost", "linear:step_ms=1"),
     ],
 )
 def test_where_there_can_be_no_session_a_body_that_asks_for_one_is_told_so(

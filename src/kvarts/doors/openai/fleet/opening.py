@@ -255,6 +255,7 @@ class OpenedFleet(Opened):
             foreseen,
             self._meters,
             knows_tokens=config.first.profile != "mocker",
+            plans_ahead=config.first.async_scheduling,
             keeps=door.is_recording,
             on_scaled=None if config.scaler is None else self._scaled,
         )

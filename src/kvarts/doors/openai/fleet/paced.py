@@ -79,7 +79,8 @@ class WorkerMeters:
 class PacedFleet:
     """A CoreEngine: the fleet, up to the time of `clock`.
 
-    `meters`: those of the workers. `knows_tokens`: requests may hit the pages of generated tokens. `keeps`: keep the
+    `meters`: those of the workers. `knows_tokens`: requests may hit the pages of generated tokens. `plans_ahead`: as of
+    Foreseen. `keeps`: keep the
     facts that a recorder of arrivals needs. `on_scaled`: receives the workers that a scaler has added, and the numbers
     of those that it has removed; None without a scaler.
     """
@@ -92,6 +93,7 @@ class PacedFleet:
         meters: WorkerMeters,
         *,
         knows_tokens: bool,
+        plans_ahead: bool,
         keeps: bool,
         on_scaled: Callable[[list[Worker], list[int]], object] | None = None,
     ) -> None:
@@ -106,6 +108,7 @@ class PacedFleet:
         self._foreseen = foreseen
         self._meters = meters
         self._knows_tokens = knows_tokens
+        self._plans_ahead = plans_ahead
         self._keeps = keeps
         self._on_scaled = on_scaled
         self._requests: dict[int, Request] = {}
@@ -123,7 +126,7 @@ class PacedFleet:
 
     def submit(self, request: Request, now_ns: int) -> None:
         """Let `request` arrive."""
-        self._foreseen.draw(request, is_known=self._knows_tokens)
+        self._foreseen.draw(request, is_known=self._knows_tokens, plans_ahead=self._plans_ahead)
         index = request.index
         direct = self.direct.get(index) if self._keeps else self.direct.pop(index, None)
         model = self.models.get(index) if self._keeps else self.models.pop(index, None)

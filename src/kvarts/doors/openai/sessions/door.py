@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from kvarts.base.clock import Clock, PacedClock
-from kvarts.base.errors import KvartsError
+from kvarts.base.errors import ConfigError, KvartsError
 from kvarts.base.tenants import PARTED
 from kvarts.core.content import Content
 from kvarts.core.request import Request
@@ -281,6 +281,8 @@ def open_own(
     session can run as well.
     """
     host = served.host
+    if host.why_no_sessions:
+        raise ConfigError(f"there are none here: {host.why_no_sessions}", field="sessions", hint="Leave them out.")
     if config.memory_bytes is None and config.max_pages is None:
         config = msgspec.structs.replace(config, max_pages=max(1, memory_of(host).total // 2))
     return SessionsDoor(sessions_on(host, config, shares=shares, state_dir=state_dir, say=say), served, is_own=True)
