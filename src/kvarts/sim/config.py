@@ -719,7 +719,9 @@ class ReplayConfig(
                 "max_num_batched_tokens",
             )
         self._check_host()
-        self.check_windows(self.pool_tokens, has_host=self.below is not None and bool(self.below.listed))
+        has_host = self.below is not None and bool(self.below.listed)
+        self.check_windows(self.pool_tokens, has_host=has_host)
+        self.check_states(has_host=has_host)
 
     def _check_host(self) -> None:
         """Refuse what host memory below SGLang's tree does not do."""
