@@ -187,6 +187,9 @@ def draw_states(load: SglangLoad, draw: random.Random) -> None:
     load.has_events = draw.random() < 0.5
     load.state_chunk = draw.choice([1, 2, 8, 64])
     load.track_interval = load.page_size * draw.choice([1, 3, 16, 256])
+    if draw.random() < 0.5:
+        most = max(-(-(len(ask.prompt) + len(ask.output)) // load.page_size) + 3 for ask in load.asks)
+        load.size = min(load.size, (most + draw.choice([0, 1, 3, 8])) * load.page_size)
     num_each = 3 + (2 if load.overlap else 1) * load.buffers
     load.slots = num_each * load.max_running + draw.choice([0, 0, 1, 2, 5, 20, 100])
 

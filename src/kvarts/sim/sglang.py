@@ -31,6 +31,10 @@ SWA_RATIO: Final = 0.8
 WINDOW_FAMILIES: Final = {"gemma4_text": 1, "gpt_oss": 1, "llama4_text": 0, "mimo_v2_flash": 0, "step3p5": 0}
 """The models, by `model_type`, whose windows have a pool in SGLang 0.5.23; and by how much its windows are shorter than
 those of the config, which count the token itself (model_config.py: is_hybrid_swa_model; models/*.py)."""
+STATE_FAMILIES: Final = frozenset(
+    ("falcon_h1", "granitemoehybrid", "kimi_linear", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+)
+"""The models, by `model_type`, whose states have slots with extra buffers in SGLang 0.5.23 (arg_groups/overrides.py)."""
 NUMBERS_OF_EVICTION: Final[dict[RadixEviction, tuple[str, ...]]] = {
     "slru": ("protected_threshold",),
     "tlru": ("threshold", "next_prompt_estimate"),
@@ -42,6 +46,7 @@ LOCKED_SLOTS: Final = 3
 """Slots per request that may run, next to its buffers: for its state, for the one that it found, for one to insert
 (kv_cache_configurator.py: _calculate_mamba_ratio)."""
 StateStrategy = Literal["auto", "no_buffer", "extra_buffer"]
+StateFormat = Literal["auto", "float32", "bfloat16", "float16"]
 StorageBackend = Literal[
     "none",
     "file",
@@ -59,6 +64,13 @@ StorageBackend = Literal[
     "tensorcast",
     "seaweedfs",
 ]
+
+
+def buffers_of(strategy: StateStrategy, page_size: int, *, overlaps: bool) -> int:
+    """Return the slots of a running request for states that it leaves for others (allocation_sizing.py)."""
+    if strategy == "no_buffer" or (strategy == "auto" and page_size == 1 and not overlaps):
+        return 0
+    return 1 + overlaps
 
 
 class StorageNumbers(msgspec.Struct, frozen=True):
@@ -200,6 +212,10 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
         float,
         setting("Memory of these slots, as a multiple of that of KV.", metavar="RATIO"),
     ] = MAMBA_RATIO
+    mamba_ssm_dtype: Annotated[
+        StateFormat,
+        setting("Number format of the states of layers that are not convolutions.", default="of the model, or float32"),
+    ] = "auto"
     mamba_radix_cache_strategy: Annotated[
         StateStrategy,
         setting(
@@ -312,9 +328,7 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def state_buffers(self) -> int:
         """The slots of a running request for states that it leaves for others."""
-        overlaps = not self.disable_overlap_schedule
-        is_off = self.mamba_radix_cache_strategy == "auto" and not (overlaps or self.page_size > 1)
-        return 0 if is_off or self.mamba_radix_cache_strategy == "no_buffer" else 1 + overlaps
+        return buffers_of(self.mamba_radix_cache_strategy, self.page_size, overlaps=not self.disable_overlap_schedule)
 
     @property
     def _state_chunk(self) -> int:
@@ -339,7 +353,7 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
             raise SettingError(
                 "is given, and host memory below a tree with states is not modelled",
                 "max_mamba_cache_size",
-                hint="Leave it, or host memory, out.",
+                hint="Leave host memory out, or give {kv_groups} off, with which states are set aside and not found.",
             )
         if not self.state_buffers and (self.page_size > 1 or not self.disable_overlap_schedule):
             raise SettingError(
@@ -521,6 +535,7 @@ _OF_STORAGE: Final = (
 )
 _OF_STATES: Final = (
     "mamba_full_memory_ratio",
+    "mamba_ssm_dtype",
     "mamba_radix_cache_strategy",
     "mamba_track_interval",
     "mamba_chunk_size",
@@ -539,4 +554,5 @@ _CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "hicache_storage_backend": get_args(StorageBackend),
     "hicache_storage_prefetch_policy": get_args(PrefetchPolicy),
     "mamba_radix_cache_strategy": get_args(StateStrategy),
+    "mamba_ssm_dtype": get_args(StateFormat),
 }
