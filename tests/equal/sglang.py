@@ -300,13 +300,16 @@ def record(theirs: Steps) -> None:
     """Write the steps of SGLang on a few small loads to RECORDED; half of them have retractions."""
     cases = []
     for row in ROWS:
-        loads = []
+        loads: list[SglangLoad] = []
         for seed in range(1000):
             load = first_of(draw_load(row, seed), 12)
             steps = list(naive_steps(load))
             is_wanted = row not in ("ratio", "lpm", "priority") or any(step.retracted for step in steps)
             if row == "windows":
                 is_wanted = any(step.retracted for step in steps) or load.has_events
+            if row == "states":  # with and without buffers, each with and without events
+                wanted = bool(len(loads) % 2), len(loads) < 2
+                is_wanted = (load.has_events, load.buffers) == wanted and load.state_chunk < 64 and load.slots < 30
             if row == "host":
                 is_wanted = any(step.loaded for step in steps)
             if row == "storage":

@@ -223,8 +223,8 @@ def kvarts_steps(load: SglangLoad, *, audit: Audit = "laws", cancels: float = 0.
             step.window_free = scheduler.cache.windowed.num_unit_empty * page_size
             step.window_evictable = scheduler.cache.windowed.windows.num_idle * page_size
         if isinstance(scheduler.cache, StateRadixCache):
-            step.slots_free = scheduler.cache.joint.num_unit_empty
-            step.slots_evictable = scheduler.cache.joint.components.num_idle
+            step.slots_free = scheduler.cache.stateful.num_unit_empty
+            step.slots_evictable = scheduler.cache.stateful.components.num_idle
         if isinstance(scheduler.cache, HostRadixCache):
             step.host_free = scheduler.cache.tiered.num_free_below * page_size
         if isinstance(scheduler.host, HostCopies) and scheduler.host.storage is not None:

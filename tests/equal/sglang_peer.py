@@ -90,18 +90,18 @@ from sglang.srt.managers import schedule_policy  # noqa: E402
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch, split_cached_prefix_by_tier  # noqa: E402
 from sglang.srt.managers.schedule_policy import SchedulePolicy  # noqa: E402
 from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
-from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker  # noqa: E402
 from sglang.srt.managers.scheduler_components.batch_result_processor import (  # noqa: E402
     SchedulerBatchResultProcessor,
 )
+from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker  # noqa: E402
 from sglang.srt.managers.scheduler_components.recv_skipper import SchedulerRecvSkipper  # noqa: E402
+from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator  # noqa: E402
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator  # noqa: E402
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator  # noqa: E402
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator  # noqa: E402
 from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool  # noqa: E402
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache  # noqa: E402
-from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, ReqToTokenPool  # noqa: E402
 from sglang.srt.mem_cache.unified_cache.components import ComponentType  # noqa: E402
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: E402
@@ -183,9 +183,7 @@ class _StatePool(HybridReqToTokenPool):
         num_rows = self.req_to_token.shape[0]
         self.req_index_to_mamba_index_mapping = torch.zeros(num_rows, dtype=torch.int32)
         num_buffers = self.mamba_ping_pong_track_buffer_size
-        self.req_index_to_mamba_ping_pong_track_buffer_mapping = torch.zeros(
-            (num_rows, num_buffers), dtype=torch.int64
-        )
+        self.req_index_to_mamba_ping_pong_track_buffer_mapping = torch.zeros((num_rows, num_buffers), dtype=torch.int64)
 
 
 def _pool_of(load: SglangLoad, longest: int) -> ReqToTokenPool:

@@ -75,6 +75,16 @@ def test_nothing_is_left_of_requests_that_are_cancelled_while_storage_is_read_fo
     assert 0 < sum(len(step.ended) for step in steps) < len(load.asks)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_no_slot_is_left_to_requests_that_are_cancelled(seed: int) -> None:
+    """L2, of states: the tree has what is not free in the end."""
+    load = restated(draw_load("states", 3000 + seed))
+    steps = list(kvarts_steps(load, cancels=0.1))
+    assert min(step.slots_free for step in steps) < load.slots
+    assert steps[-1].slots_free + steps[-1].slots_evictable == load.slots
+    assert sum(len(step.ended) for step in steps) < len(load.asks)
+
+
 def test_a_prompt_that_sglang_never_admits_is_computed_from_its_first_token() -> None:
     """What it finds is in use then, and leaves too little window KV for the rest."""
     prompt = list(range(100))

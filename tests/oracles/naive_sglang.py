@@ -104,8 +104,9 @@ class SglangStep(msgspec.Struct, omit_defaults=True):
 
     `loaded`: those of them that come from host memory; `fetched`: of these, those that came there from storage for this
     request. `stored`: the tokens in storage; `reserved`: those that prefetches may take room for. `window_free`,
-    `window_evictable`: those of layers with sliding windows. `slots_free`, `slots_evictable`: room for states. `fails`: nothing runs, and what waits never begins; or the
-    prompts of two requests are computed in part, and the first one is taken for computed.
+    `window_evictable`: those of layers with sliding windows. `slots_free`, `slots_evictable`: room for states. `fails`:
+    nothing runs, and what waits never begins; or the prompts of two requests are computed in part, and the first one is
+    taken for computed.
     `events`: its KV events as a consumer decodes them.
     """
 
@@ -338,8 +339,8 @@ class _Req:
         """Start from a hit of so many tokens: those are the tree's, up to `num_owned` in all have memory."""
         self.num_shared = self.num_owned = self.start = self.end = length
         self.num_inserted = self.num_slid = self.num_decodes = self.branch = self.tracked = 0
-        """Tokens that it inserted; those whose window KV it has freed; its decodes; the prefix to be inserted first; the
-        tokens up to a state that is inserted next."""
+        """Tokens that it inserted; those whose window KV it has freed; its decodes; the prefix to be inserted first;
+        and the tokens before a state that is inserted next."""
 
     @property
     def known(self) -> list[int]:

@@ -112,7 +112,8 @@ class NaiveStateSglang(NaiveSglang):
         self.grid = max(load.state_chunk, load.page_size)
         interval = max(self.grid, load.track_interval)
         self.interval = next(
-            number for number in range(interval, interval * self.grid + 1, load.page_size)
+            number
+            for number in range(interval, interval * self.grid + 1, load.page_size)
             if number % self.grid == number % load.track_interval == 0
         )
 

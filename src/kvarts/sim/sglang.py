@@ -34,7 +34,7 @@ those of the config, which count the token itself (model_config.py: is_hybrid_sw
 STATE_FAMILIES: Final = frozenset(
     ("falcon_h1", "granitemoehybrid", "kimi_linear", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 )
-"""The models, by `model_type`, whose states have slots with extra buffers in SGLang 0.5.23 (arg_groups/overrides.py)."""
+"""The models, by `model_type`, whose states have slots and extra buffers in SGLang 0.5.23 (arg_groups/overrides.py)."""
 NUMBERS_OF_EVICTION: Final[dict[RadixEviction, tuple[str, ...]]] = {
     "slru": ("protected_threshold",),
     "tlru": ("threshold", "next_prompt_estimate"),
@@ -205,7 +205,9 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
     max_mamba_cache_size: Annotated[
         int,
         setting(
-            "With the engine sglang: slots for states of a model that has them.", metavar="SLOTS", default="of the model"
+            "With the engine sglang: slots for states of a model that has them.",
+            metavar="SLOTS",
+            default="of the model",
         ),
     ] = 0
     mamba_full_memory_ratio: Annotated[
@@ -363,7 +365,9 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
             )
         chunk, page_size = sorted((self.mamba_chunk_size, self.page_size), reverse=True)
         if chunk % page_size:
-            raise SettingError(f"must be a multiple of {{page_size}}, {self.page_size}, or divide it", "mamba_chunk_size")
+            raise SettingError(
+                f"must be a multiple of {{page_size}}, {self.page_size}, or divide it", "mamba_chunk_size"
+            )
         if self.mamba_track_interval % self.page_size:
             raise SettingError(f"must be a multiple of {{page_size}}, {self.page_size}", "mamba_track_interval")
         least = self.slots_per_request * self.max_num_seqs

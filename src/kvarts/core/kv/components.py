@@ -1,7 +1,7 @@
 """A radix cache with a second pool: of what runs of pages may have besides their KV, a *component*, as SGLang calls it.
 
-It is the KV of layers with sliding windows (kvarts.core.kv.windows), or the state after the run (kvarts.core.kv.states).
-The longest prefix is not always found: it has to end with what the component needs there.
+It is the KV of layers with sliding windows (kvarts.core.kv.windows), or the state after the run
+(kvarts.core.kv.states). The longest prefix is not always found: it has to end with what the component needs there.
 
 Each pool evicts for itself. If pages are lacking, whole runs that none follows are removed, as in any radix cache; if
 the component is lacking, the least recent is evicted, with its run if none follows that and no request has it.

@@ -90,10 +90,11 @@ class HeldState:
 class StateRadixCache(ComponentCache):
     """A RadixCache with a second pool, of slots for states. A running request has `num_each` slots."""
 
-    __slots__ = ("_held", "_num_claimed", "num_each")
+    __slots__ = ("_held", "_num_claimed", "num_each", "stateful")
 
     def __init__(self, pool: Pool, tree: StateRadixTree, num_each: int) -> None:
         super().__init__(pool, tree)
+        self.stateful = tree
         self.num_each = num_each
         self._held: dict[BlockTable, HeldState] = {}
         self._num_claimed = 0
@@ -106,20 +107,20 @@ class StateRadixCache(ComponentCache):
         """Take a slot for the state that the head of the queue has found, which is not evicted for it."""
         assert not self._num_claimed
         if match.nodes:
-            self.joint.keep_in_use(match.nodes[-1])
+            self.stateful.keep_in_use(match.nodes[-1])
             self._take_slots(1)
-            self.joint.let_go(match.nodes[-1])
+            self.stateful.let_go(match.nodes[-1])
             self._num_claimed = 1
 
     def disclaim(self) -> None:
         """Give back the slot of a head that was not admitted."""
-        self.joint.num_unit_empty += self._num_claimed
+        self.stateful.num_unit_empty += self._num_claimed
         self._num_claimed = 0
 
     def _take_slots(self, count: int) -> None:
         self.evict_idle(count)
-        self.joint.num_unit_empty -= count
-        assert self.joint.num_unit_empty >= 0, "more slots are taken than are free"
+        self.stateful.num_unit_empty -= count
+        assert self.stateful.num_unit_empty >= 0, "more slots are taken than are free"
 
     def open(self, match: Match) -> BlockTable:
         """Pin `match`, keep its state in use, and have the slot that was claimed for it."""
@@ -128,7 +129,7 @@ class StateRadixCache(ComponentCache):
         held = self._held[table] = HeldState(match, self._num_claimed)
         self._num_claimed = 0
         if held.node is not None:
-            self.joint.keep_in_use(held.node)
+            self.stateful.keep_in_use(held.node)
         return table
 
     def take_rest(self, tables: Iterable[BlockTable]) -> None:
@@ -143,7 +144,7 @@ class StateRadixCache(ComponentCache):
 
         A request that is over leaves the slot of that state; one that goes on takes another one for it before.
         """
-        tree, held = self.joint, self._held[table]
+        tree, held = self.stateful, self._held[table]
         if not is_over:
             self._take_slots(1)
             held.num_slots += 1
@@ -163,9 +164,9 @@ class StateRadixCache(ComponentCache):
     def close(self, table: BlockTable, num_full_pages: int, num_pages: int) -> None:
         """Release everything, with its slots."""
         held = self._held.pop(table)
-        self.joint.num_unit_empty += held.num_slots
+        self.stateful.num_unit_empty += held.num_slots
         if held.node is not None:
-            self.joint.let_go(held.node)
+            self.stateful.let_go(held.node)
         super().close(table, num_full_pages, num_pages)
 
     def check(self, tables: Iterable[tuple[BlockTable, int]], holds: Iterable[PinnedPages] = ()) -> None:
@@ -179,4 +180,4 @@ class StateRadixCache(ComponentCache):
             num_private += held.num_slots
             if held.node is not None:
                 locks[id(held.node)] = locks.get(id(held.node), 0) + 1
-        self.joint.check_components(locks, num_private)
+        self.stateful.check_components(locks, num_private)

@@ -79,8 +79,9 @@ class State(msgspec.Struct, frozen=True):
     `conv_numbers`: inputs kept for the convolution of the next token; `recurrent_numbers`: the state itself. `matrix`:
     numbers in the matrices of the layer; `small`: in its convolution, norm, biases and decays. `kind`: Mamba-2, Mamba,
     a gated delta net, that of Olmo Hybrid, Kimi Delta Attention, or a short convolution. The convolution keeps
-    `conv_rows` inputs; each of `num_groups` groups of Mamba-2 has `group_numbers` in a row. A prompt is computed in parts
-    of `chunk_size` tokens, after each of which the state is known. `stated_dtype`: the config's `mamba_ssm_dtype`.
+    `conv_rows` inputs; each of `num_groups` groups of Mamba-2 has `group_numbers` in a row. A prompt is computed in
+    parts of `chunk_size` tokens, after each of which the state is known. `stated_dtype`: the config's
+    `mamba_ssm_dtype`.
     """
 
     conv_numbers: int
