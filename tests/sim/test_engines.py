@@ -537,7 +537,7 @@ def test_a_router_that_chooses_by_cached_pages_is_refused_without_a_prefix_cache
     ({**STATES, "radix_eviction_policy": "lfu"}, "not modelled for a model with states"),
     ({**STATES, "enable_priority_scheduling": True}, "not modelled for a model with states"),
     ({**STATES, **WINDOWS}, "not modelled for a model with states"),
-    ({**STATES, "hicache_ratio": 2.0}, "below a tree with states is not modelled"),
+    ({**STATES, "hicache_ratio": 2.0}, "below which host memory is not modelled"),
 ])  # fmt: skip
 def test_what_sglangs_engine_does_not_do_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):

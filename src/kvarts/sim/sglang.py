@@ -203,39 +203,27 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
         bool, setting("With the engine sglang: no such pool; every layer keeps every token.")
     ] = False
     max_mamba_cache_size: Annotated[
-        int,
-        setting(
-            "With the engine sglang: slots for states of a model that has them.",
-            metavar="SLOTS",
-            default="of the model",
-        ),
+        int, setting("With the engine sglang: slots for states.", metavar="SLOTS", default="of the model")
     ] = 0
     mamba_full_memory_ratio: Annotated[
-        float,
-        setting("Memory of these slots, as a multiple of that of KV.", metavar="RATIO"),
+        float, setting("Memory of these slots, as a multiple of that of KV.", metavar="RATIO")
     ] = MAMBA_RATIO
     mamba_ssm_dtype: Annotated[
-        StateFormat,
-        setting("Number format of the states of layers that are not convolutions.", default="of the model, or float32"),
+        StateFormat, setting("Number format of the states.", default="of the model, or float32")
     ] = "auto"
     mamba_radix_cache_strategy: Annotated[
         StateStrategy,
         setting(
-            "With states: where requests leave them for others. no_buffer: where an insertion ends, for pages of one "
-            "token without overlap; extra_buffer: by mamba_chunk_size and mamba_track_interval."
+            "With states: others find those where an insertion ends (no_buffer), or every mamba_chunk_size and "
+            "mamba_track_interval tokens (extra_buffer)."
         ),
     ] = "auto"
     mamba_track_interval: Annotated[
-        int,
-        setting("With extra_buffer: an answer leaves its state every so many tokens.", metavar="TOKENS"),
+        int, setting("With extra_buffer: an answer has a state every so many tokens.", metavar="TOKENS")
     ] = 256
     mamba_chunk_size: Annotated[
         int,
-        setting(
-            "With extra_buffer: a prompt leaves its state after a multiple of so many tokens, or of a page.",
-            metavar="TOKENS",
-            default="of the model",
-        ),
+        setting("With extra_buffer: a prompt has a state after so many.", metavar="TOKENS", default="of the model"),
     ] = MAMBA_CHUNK
     enable_priority_scheduling: Annotated[
         bool,
@@ -353,9 +341,9 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
         self.check_left_out(others | {"sliding_window_size": (0, why)})
         if has_host:
             raise SettingError(
-                "is given, and host memory below a tree with states is not modelled",
+                "states have slots of their own, below which host memory is not modelled",
                 "max_mamba_cache_size",
-                hint="Leave host memory out, or give {kv_groups} off, with which states are set aside and not found.",
+                hint="Leave host memory out, or give --kv-groups off, with which states are set aside and not found.",
             )
         if not self.state_buffers and (self.page_size > 1 or not self.disable_overlap_schedule):
             raise SettingError(
