@@ -7,6 +7,7 @@ that has a state, which is copied to a slot of the request.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 from typing import Any
 
 from oracles.naive_sglang import NaiveRadixTree, NaiveSglang, SglangLoad, SglangStep, _Node, _Req
@@ -110,12 +111,7 @@ class NaiveStateSglang(NaiveSglang):
         self.tree = NaiveStateTree(load)
         self.num_buffers = (2 if load.overlap else 1) * load.buffers
         self.grid = max(load.state_chunk, load.page_size)
-        interval = max(self.grid, load.track_interval)
-        self.interval = next(
-            number
-            for number in range(interval, interval * self.grid + 1, load.page_size)
-            if number % self.grid == number % load.track_interval == 0
-        )
+        self.interval = lcm(self.grid, load.track_interval)
 
     def claim(self, request: _Req, node: Any) -> None:
         """Take a slot for the state that a request has found, before it is known whether it is admitted."""

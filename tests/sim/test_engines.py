@@ -528,7 +528,7 @@ def test_a_router_that_chooses_by_cached_pages_is_refused_without_a_prefix_cache
     ({**WINDOWS, "hicache_ratio": 2.0}, "below which host memory is not modelled"),
     ({"engine": "vllm", "max_mamba_cache_size": 200}, "no effect without"),
     ({"mamba_track_interval": 64}, "no effect without states"),
-    ({**STATES, "max_seqs": 41}, "gives 200 slots, and 41 requests may need 205.*max_seqs 40 or less"),
+    ({**STATES, "max_seqs": 41}, "max_seqs: needs 205 slots for states of 41 requests, and has 200.*_seqs 40 or less"),
     ({**STATES, "mamba_full_memory_ratio": 0.0}, "mamba_full_memory_ratio"),
     ({**STATES, "mamba_radix_cache_strategy": "extra_buffer_lazy"}, "Use one of auto, no_buffer, extra_buffer"),
     ({**STATES, "mamba_radix_cache_strategy": "no_buffer"}, "pages of one token without the overlap schedule"),
@@ -650,7 +650,7 @@ def test_states_have_the_slots_that_sglang_gives_them(model: str, slot_bytes: in
     token_bytes = config.placement.kv_bytes_per_token if config.placement is not None else 0
     assert config.num_pages == (kv_bytes - (num_slots + 1) * slot_bytes) // token_bytes
     assert config.max_num_seqs == num_slots // 5
-    with pytest.raises(ConfigError, match="requests may need"):
+    with pytest.raises(ConfigError, match="max_seqs: needs"):
         make_config({**asked, "max_seqs": 2048})
     half = make_config({**asked, "max_mamba_cache_size": num_slots // 2})
     assert half.num_pages > config.num_pages and half.max_num_seqs == num_slots // 2 // 5

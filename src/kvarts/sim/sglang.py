@@ -359,11 +359,14 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
         if self.mamba_track_interval % self.page_size:
             raise SettingError(f"must be a multiple of {{page_size}}, {self.page_size}", "mamba_track_interval")
         least = self.slots_per_request * self.max_num_seqs
-        if self.max_mamba_cache_size < least:
+        num_slots = self.max_mamba_cache_size
+        if num_slots < least:
             raise SettingError(
-                f"gives {self.max_mamba_cache_size:,} slots, and {self.max_num_seqs:,} requests may need {least:,}",
+                f"needs {least:,} slots for states of {self.max_num_seqs:,} requests, and has {num_slots:,}",
+                "max_num_seqs",
                 "max_mamba_cache_size",
-                hint=f"Give {{max_num_seqs}} {self.max_mamba_cache_size // self.slots_per_request} or less.",
+                hint=f"Give {{max_num_seqs}} {num_slots // self.slots_per_request} or less, or more "
+                "{max_mamba_cache_size}.",
             )
 
     def options_of_server(self) -> dict[str, Any]:
