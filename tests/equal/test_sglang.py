@@ -11,6 +11,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from equal.sglang import RECORDED, ROWS, describe, draw_load, first_difference, first_of, shrunk
 from equal.sglang_ours import config_of, kvarts_steps
@@ -61,6 +63,14 @@ def test_recorded_steps_contain_retractions_hits_and_both_orders_of_results() ->
 @pytest.mark.parametrize("seed", range(5))
 def test_kvarts_and_the_restatement_agree(row: str, seed: int) -> None:
     load = restated(draw_load(row, 1000 + seed))
+    assert first_difference(load, kvarts_steps, naive_steps, Counter()) is None
+
+
+@pytest.mark.laws
+@given(st.sampled_from(["windows", "states"]), st.integers(0, 1 << 30))
+def test_second_pools_are_those_of_the_restatement(row: str, seed: int) -> None:
+    """L17, for pools of window KV and of states."""
+    load = first_of(restated(draw_load(row, seed)), 8)
     assert first_difference(load, kvarts_steps, naive_steps, Counter()) is None
 
 
