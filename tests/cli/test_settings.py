@@ -89,6 +89,8 @@ CHOICES = (
     "write_back",
     "best_effort",
     "mooncake",
+    "float32",
+    "no_buffer",
 )
 """Values that are not the default, of settings with a few."""
 

@@ -240,6 +240,14 @@ def test_what_is_wrong_in_a_line_of_sglang_is_named(
         ),
         ("--swa-full-tokens-ratio 0.5", {"swa_full_tokens_ratio": "0.5"}),
         ("--disable-hybrid-swa-memory", {"disable_hybrid_swa_memory": "true"}),
+        (
+            "--mamba-full-memory-ratio 0.5 --mamba-radix-cache-strategy no_buffer --max-mamba-cache-size 300",
+            {
+                "mamba_full_memory_ratio": "0.5",
+                "mamba_radix_cache_strategy": "no_buffer",
+                "max_mamba_cache_size": "300",
+            },
+        ),
         ("--hicache-storage-backend file", {}),
         (
             "--enable-hicache --hicache-size 30 --hicache-storage-prefetch-policy best_effort",
@@ -257,7 +265,11 @@ def test_what_is_wrong_in_a_line_of_sglang_is_named(
 )
 def test_memory_of_a_line_of_sglang_is_as_its_server_takes_it(line: str, given: dict[str, str]) -> None:
     pairs = settings_of_line(line, "--sglang-args", lambda key: True)
-    assert {name: value for name, value in pairs if name.startswith(("hicache", "swa", "disable_hybrid"))} == given
+    assert {
+        name: value
+        for name, value in pairs
+        if name.startswith(("hicache", "swa", "disable_hybrid", "mamba", "max_mamba"))
+    } == given
 
 
 def test_a_mock_takes_the_lengths_of_a_line_of_sglang() -> None:

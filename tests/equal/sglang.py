@@ -41,6 +41,7 @@ ROWS = {
     "host": "host memory below the tree, written through, written through selectively, or written back",
     "storage": "storage below host memory, with the three policies of prefetches",
     "windows": "a model some of whose layers have sliding windows, whose KV has a pool of its own",
+    "states": "a model with states in slots, with the buffers of the overlap schedule, with one, and without any",
 }
 """What is compared, and what is special about it."""
 RECORDED = Path(__file__).with_name("sglang_steps.json")
@@ -136,6 +137,8 @@ def draw_load(row: str, seed: int) -> SglangLoad:
         load.stored = [index for index in range(len(asks)) if draw.random() < share]
     if row == "windows":
         draw_windows(load, draw)
+    if row == "states":
+        draw_states(load, draw)
     if row == "eviction":
         load.eviction = draw.choice(["lfu", "slru", "tlru", "priority"])
         load.policy = draw.choice(["fcfs", "fcfs", "lpm", "dfs-weight"])
@@ -172,6 +175,23 @@ def draw_windows(load: SglangLoad, draw: random.Random) -> None:
     load.size = max(load.size, least * page_size)
     num_pages = int(load.size // page_size * draw.choice([0.1, 0.3, 0.5, 0.8, 1.0]))
     load.window_ratio = min(1.0, (max(num_pages, least) + 0.5) * page_size / load.size)
+
+
+def draw_states(load: SglangLoad, draw: random.Random) -> None:
+    """Give a load a model with states, and slots for these."""
+    load.buffers = load.page_size > 1 or load.overlap or draw.random() < 0.3
+    load.ignore_eos = draw.random() < 0.5
+    if not load.ignore_eos:
+        load.conservativeness = draw.choice([1.0, 0.3, 0.1])
+    load.policy = draw.choice(["fcfs", "fcfs", "lpm", "dfs-weight"])
+    load.has_events = draw.random() < 0.5
+    load.state_chunk = draw.choice([1, 2, 8, 64])
+    load.track_interval = load.page_size * draw.choice([1, 3, 16, 256])
+    if draw.random() < 0.5:
+        most = max(-(-(len(ask.prompt) + len(ask.output)) // load.page_size) + 3 for ask in load.asks)
+        load.size = min(load.size, (most + draw.choice([0, 1, 3, 8])) * load.page_size)
+    num_each = 3 + (2 if load.overlap else 1) * load.buffers
+    load.slots = num_each * load.max_running + draw.choice([0, 0, 1, 2, 5, 20, 100])
 
 
 def first_of(load: SglangLoad, count: int) -> SglangLoad:
@@ -280,13 +300,16 @@ def record(theirs: Steps) -> None:
     """Write the steps of SGLang on a few small loads to RECORDED; half of them have retractions."""
     cases = []
     for row in ROWS:
-        loads = []
+        loads: list[SglangLoad] = []
         for seed in range(1000):
             load = first_of(draw_load(row, seed), 12)
             steps = list(naive_steps(load))
             is_wanted = row not in ("ratio", "lpm", "priority") or any(step.retracted for step in steps)
             if row == "windows":
                 is_wanted = any(step.retracted for step in steps) or load.has_events
+            if row == "states":  # with and without buffers, each with and without events
+                wanted = bool(len(loads) % 2), len(loads) < 2
+                is_wanted = (load.has_events, load.buffers) == wanted and load.state_chunk < 64 and load.slots < 30
             if row == "host":
                 is_wanted = any(step.loaded for step in steps)
             if row == "storage":
@@ -345,6 +368,8 @@ def main() -> int:
         began = time.monotonic()
         for seed in range(args.seed * num_each, (args.seed + 1) * num_each):
             load = draw_load(row, seed)
+            if args.naive:  # the restatement has no events
+                load.has_events = False
             if first_difference(load, ours, sglang_steps, counts) is None:
                 continue
             num_differing += 1

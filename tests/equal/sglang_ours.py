@@ -12,6 +12,7 @@ from kvarts.core.build import Audit, Watching, build_engine
 from kvarts.core.content import Content
 from kvarts.core.events import Admitted, ChunkComputed, Event, Finished, Preemption
 from kvarts.core.kv.hicache import HostRadixCache
+from kvarts.core.kv.states import StateRadixCache
 from kvarts.core.kv.windows import WindowRadixCache
 from kvarts.core.request import Request, RequestState
 from kvarts.core.tiers.channel import Channel
@@ -94,8 +95,20 @@ def config_of(load: SglangLoad) -> ReplayConfig:
         **_storage_of(load),
         sliding_window_size=load.window,
         swa_full_tokens_ratio=load.window_ratio if load.window else 0.8,
+        **_states_of(load),
         cost="linear:step_ms=1",
     )
+
+
+def _states_of(load: SglangLoad) -> dict[str, Any]:
+    if not load.slots:
+        return {}
+    return {
+        "max_mamba_cache_size": load.slots,
+        "mamba_radix_cache_strategy": "extra_buffer" if load.buffers else "no_buffer",
+        "mamba_track_interval": load.track_interval,
+        "mamba_chunk_size": load.state_chunk,
+    }
 
 
 def _storage_of(load: SglangLoad) -> dict[str, Any]:
@@ -207,8 +220,11 @@ def kvarts_steps(load: SglangLoad, *, audit: Audit = "laws", cancels: float = 0.
         step.free, step.evictable = (num_free - num_cached) * page_size, num_cached * page_size
         step.waiting = scheduler.num_waiting
         if isinstance(scheduler.cache, WindowRadixCache):
-            step.window_free = scheduler.cache.windowed.num_window_empty * page_size
-            step.window_evictable = scheduler.cache.windowed.windows.num_cached * page_size
+            step.window_free = scheduler.cache.windowed.num_unit_empty * page_size
+            step.window_evictable = scheduler.cache.windowed.windows.num_idle * page_size
+        if isinstance(scheduler.cache, StateRadixCache):
+            step.slots_free = scheduler.cache.stateful.num_unit_empty
+            step.slots_evictable = scheduler.cache.stateful.components.num_idle
         if isinstance(scheduler.cache, HostRadixCache):
             step.host_free = scheduler.cache.tiered.num_free_below * page_size
         if isinstance(scheduler.host, HostCopies) and scheduler.host.storage is not None:

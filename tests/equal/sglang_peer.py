@@ -90,15 +90,19 @@ from sglang.srt.managers import schedule_policy  # noqa: E402
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch, split_cached_prefix_by_tier  # noqa: E402
 from sglang.srt.managers.schedule_policy import SchedulePolicy  # noqa: E402
 from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
+from sglang.srt.managers.scheduler_components.batch_result_processor import (  # noqa: E402
+    SchedulerBatchResultProcessor,
+)
 from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker  # noqa: E402
 from sglang.srt.managers.scheduler_components.recv_skipper import SchedulerRecvSkipper  # noqa: E402
+from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator  # noqa: E402
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator  # noqa: E402
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator  # noqa: E402
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator  # noqa: E402
 from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool  # noqa: E402
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache  # noqa: E402
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, ReqToTokenPool  # noqa: E402
 from sglang.srt.mem_cache.unified_cache.components import ComponentType  # noqa: E402
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: E402
 from sglang.srt.runtime_context import get_context  # noqa: E402
@@ -109,6 +113,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
 from equal.sglang_host import CLOCK, close, host_settings, make_pool, num_stored, open_host, run_storage  # noqa: E402
 
 logging.disable(logging.WARNING)
+torch.Tensor.pin_memory = lambda tensor, *_: tensor
 NOTHING = ("dllm_config", "prefill_delayer", "min_free_slots_delayer", "dynamic_chunk_sizer", "truncation_align_size",
            "decode_offload_manager", "_pending_chunked_abort_req", "hisparse_coordinator", "max_queued_requests",
            "lora_drainer", "scheduler_stage_metrics", "chunked_req", "last_batch")  # fmt: skip
@@ -117,6 +122,9 @@ NO = ("enable_hisparse", "require_mlp_sync", "enable_lora", "enable_hierarchical
       "enable_unified_memory", "abort_on_priority_when_disabled")  # fmt: skip
 ZERO = ("max_prefill_bs", "processed_tokens_counter", "forward_ct", "_prefill_decode_interval_remaining",
         "prefill_decode_interval", "prefill_decode_interval_min_bs")  # fmt: skip
+
+
+_NO_RESULT = SimpleNamespace(num_correct_drafts_per_req_cpu=None)
 
 
 class _InOrder(dict):
@@ -160,6 +168,41 @@ class _WindowKv(_Kv, BaseSWAKVPool):
 _WindowKv.__abstractmethods__ = frozenset()
 
 
+class _StatePool(HybridReqToTokenPool):
+    """The slots of a model with states, without states."""
+
+    def _init_mamba_pool(self, mamba_size, device, enable_mamba_extra_buffer, **more):
+        self.mamba_pool = SimpleNamespace(
+            size=mamba_size,
+            replayssm_write_pos=None,
+            replayssm_spec_write_pos=None,
+            copy_from=lambda source, target: None,
+        )
+        self.mamba_allocator = MambaSlotAllocator(size=mamba_size, device=device)
+        self.mamba_ckpt_pool, self.device = None, device
+        num_rows = self.req_to_token.shape[0]
+        self.req_index_to_mamba_index_mapping = torch.zeros(num_rows, dtype=torch.int32)
+        num_buffers = self.mamba_ping_pong_track_buffer_size
+        self.req_index_to_mamba_ping_pong_track_buffer_mapping = torch.zeros((num_rows, num_buffers), dtype=torch.int64)
+
+
+def _pool_of(load: SglangLoad, longest: int) -> ReqToTokenPool:
+    if not load.slots:
+        return ReqToTokenPool(load.max_running, longest, "cpu", False)
+    return _StatePool(
+        size=load.max_running,
+        mamba_size=load.slots,
+        mamba_spec_state_size=0,
+        max_context_len=longest,
+        device="cpu",
+        enable_memory_saver=False,
+        cache_params=None,
+        mamba_layer_ids=[0],
+        enable_mamba_extra_buffer=load.buffers,
+        enable_overlap_schedule=load.overlap,
+    )
+
+
 class _Scheduler(Scheduler):
     def __init__(self, load: SglangLoad) -> None:
         page_size, overlap = load.page_size, load.overlap
@@ -177,7 +220,9 @@ class _Scheduler(Scheduler):
         else:
             allocator = PagedTokenToKVPoolAllocator(load.size, page_size, torch.float16, "cpu", kv, need_sort=False)
         longest = max(len(ask.prompt) + len(ask.output) for ask in load.asks) + 2 * page_size
-        pool = ReqToTokenPool(load.max_running, longest, "cpu", False)
+        pool = _pool_of(load, longest)
+        if load.slots:
+            components = (ComponentType.FULL, ComponentType.MAMBA)
         params = CacheInitParams(
             disable=False,
             req_to_token_pool=pool,
@@ -190,6 +235,7 @@ class _Scheduler(Scheduler):
             eviction_policy_config=load.eviction_config or None,
             tree_core_backend="rust",
             enable_kv_cache_events=load.has_events,
+            enable_mamba_extra_buffer=load.slots > 0 and load.buffers,
         )
         tree = UnifiedRadixCache(params)
         for name in NOTHING:
@@ -220,6 +266,7 @@ class _Scheduler(Scheduler):
             num_key_value_heads=1,
             is_multimodal=False,
             hf_config=SimpleNamespace(),
+            hf_text_config=SimpleNamespace(mamba_chunk_size=load.state_chunk),
         )
         self.grammar_manager = SimpleNamespace(has_waiting_grammars=lambda: False)
         self.beam_coordinator = SimpleNamespace(pending_member_rows=lambda batch: 0, retire_group=lambda req: None)
@@ -233,6 +280,10 @@ class _Scheduler(Scheduler):
         self.ngram_embedding_manager = SimpleNamespace(prepare_for_forward=lambda batch, chunked_req=None: batch)
         self.metrics_reporter = MagicMock(enable_metrics=False)
         self.future_map = MagicMock()
+        self.results = SchedulerBatchResultProcessor(
+            **dict.fromkeys(SchedulerBatchResultProcessor.__dataclass_fields__)
+            | {"tree_cache": tree, "req_to_token_pool": pool, "token_to_kv_pool_allocator": allocator}
+        )
         self.retracted: list[int] = []
         self.aborted: list[int] = []
 
@@ -272,7 +323,7 @@ def _take(server: _Scheduler, load: SglangLoad, batch: ScheduleBatch, step: Sgla
     """Append the next token of each request of a batch, and publish or release what it has computed."""
     is_prefill = batch.forward_mode.is_extend()
     server.token_to_kv_pool_allocator.free_group_begin()
-    for req in batch.reqs:
+    for place, req in enumerate(batch.reqs):
         if is_prefill and req.inflight_middle_chunks > 0:
             req.inflight_middle_chunks -= 1
             continue
@@ -281,7 +332,11 @@ def _take(server: _Scheduler, load: SglangLoad, batch: ScheduleBatch, step: Sgla
         index = int(req.rid)
         req.output_ids.append(load.asks[index].output[len(req.output_ids)])
         req.update_finish_state()
-        if req.finished():
+        if load.slots and not is_prefill:
+            server.results._handle_finish_state_updated_req(req, batch, _NO_RESULT, place, None)
+            if req.finished():
+                step.ended.append(index)
+        elif req.finished():
             release_kv_cache(req, server.tree_cache, checkpoint=True)
             step.ended.append(index)
         elif is_prefill:
@@ -312,8 +367,14 @@ def sglang_steps(load: SglangLoad) -> Iterator[SglangStep]:
     }
     if load.host_ratio:
         settings |= host_settings(load)
+    if load.slots:
+        settings["mamba_radix_cache_strategy"] = "extra_buffer" if load.buffers else "no_buffer"
+        settings |= {"mamba_track_interval": load.track_interval, "max_mamba_cache_size": load.slots}
     known = set(ServerArgs.__struct_fields__)
-    override = get_context().override_server_args(**{name: settings[name] for name in settings if name in known})
+    override = get_context().override_server_args(
+        **{name: settings[name] for name in settings if name in known},
+        _mamba_cache_chunk_size=max(load.state_chunk, load.page_size),
+    )
     override.install()
     try:
         yield from _steps(load)
@@ -373,12 +434,15 @@ def _steps(load: SglangLoad) -> Iterator[SglangStep]:
         if is_idle and not server.waiting_queue and server.chunked_req is None:
             server.new_token_ratio_tracker.reset()
         allocator, tree = server.token_to_kv_pool_allocator, server.tree_cache
+        pool = server.req_to_token_pool
         step.fails = bool(load.window and is_idle and (server.waiting_queue or server.chunked_req))
         if load.window and batch is not None and is_prefill:
             parts = [req for req in batch.reqs if req.extend_end < len(req.full_untruncated_fill_ids)]
             step.fails |= any(req is not server.chunked_req for req in parts)
         step.free = allocator.full_available_size() if load.window else allocator.available_size()
         step.evictable, step.waiting = tree.full_evictable_size(), len(server.waiting_queue)
+        if load.slots:
+            step.slots_free, step.slots_evictable = pool.mamba_allocator.available_size(), tree.mamba_evictable_size()
         if load.window:
             step.window_free, step.window_evictable = allocator.swa_available_size(), tree.swa_evictable_size()
         if load.host_ratio:

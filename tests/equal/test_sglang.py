@@ -11,6 +11,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from equal.sglang import RECORDED, ROWS, describe, draw_load, first_difference, first_of, shrunk
 from equal.sglang_ours import config_of, kvarts_steps
@@ -64,6 +66,14 @@ def test_kvarts_and_the_restatement_agree(row: str, seed: int) -> None:
     assert first_difference(load, kvarts_steps, naive_steps, Counter()) is None
 
 
+@pytest.mark.laws
+@given(st.sampled_from(["windows", "states"]), st.integers(0, 1 << 30))
+def test_second_pools_are_those_of_the_restatement(row: str, seed: int) -> None:
+    """L17, for pools of window KV and of states."""
+    load = first_of(restated(draw_load(row, seed)), 8)
+    assert first_difference(load, kvarts_steps, naive_steps, Counter()) is None
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_nothing_is_left_of_requests_that_are_cancelled_while_storage_is_read_for_them(seed: int) -> None:
     """L2, in host memory: what was taken to be read into is free in the end."""
@@ -73,6 +83,16 @@ def test_nothing_is_left_of_requests_that_are_cancelled_while_storage_is_read_fo
     assert max(step.reserved for step in steps) > 0
     assert steps[-1].reserved == steps[-1].waiting == 0
     assert 0 < sum(len(step.ended) for step in steps) < len(load.asks)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_slot_is_left_to_requests_that_are_cancelled(seed: int) -> None:
+    """L2, of states: the tree has what is not free in the end."""
+    load = restated(draw_load("states", 3000 + seed))
+    steps = list(kvarts_steps(load, cancels=0.1))
+    assert min(step.slots_free for step in steps) < load.slots
+    assert steps[-1].slots_free + steps[-1].slots_evictable == load.slots
+    assert sum(len(step.ended) for step in steps) < len(load.asks)
 
 
 def test_a_prompt_that_sglang_never_admits_is_computed_from_its_first_token() -> None:

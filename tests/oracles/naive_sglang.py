@@ -49,7 +49,9 @@ class SglangLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     `storage_config` has its thresholds. A query takes `query_steps`, and each batch of `batch_pages` pages that are
     read or written so many. `stored`: the requests whose prompts and answers are in storage at the start.
     `window`: tokens before a token that layers with sliding windows attend to, 0 without such layers; `window_ratio`:
-    the size of the pool of their KV, as a part of the other one's.
+    the size of the pool of their KV, as a part of the other one's. `slots`: the states that there is room for, 0 for a
+    model without states. Prompts have states every `state_chunk` tokens, a page at least, and decodes every
+    `track_interval` tokens, with `buffers`; without, where an insertion ends.
     """
 
     page_size: int
@@ -86,6 +88,10 @@ class SglangLoad(msgspec.Struct, kw_only=True, omit_defaults=True):
     stored: list[int] = []
     window: int = 0
     window_ratio: float = 0.8
+    slots: int = 0
+    buffers: bool = True
+    state_chunk: int = 64
+    track_interval: int = 256
 
     @property
     def window_size(self) -> int:
@@ -98,8 +104,9 @@ class SglangStep(msgspec.Struct, omit_defaults=True):
 
     `loaded`: those of them that come from host memory; `fetched`: of these, those that came there from storage for this
     request. `stored`: the tokens in storage; `reserved`: those that prefetches may take room for. `window_free`,
-    `window_evictable`: those of layers with sliding windows. `fails`: nothing runs, and what waits never begins; or the
-    prompts of two requests are computed in part, and the first one is taken for computed.
+    `window_evictable`: those of layers with sliding windows. `slots_free`, `slots_evictable`: room for states. `fails`:
+    nothing runs, and what waits never begins; or the prompts of two requests are computed in part, and the first one is
+    taken for computed.
     `events`: its KV events as a consumer decodes them.
     """
 
@@ -119,6 +126,8 @@ class SglangStep(msgspec.Struct, omit_defaults=True):
     reserved: int = 0
     window_free: int = 0
     window_evictable: int = 0
+    slots_free: int = 0
+    slots_evictable: int = 0
     fails: bool = False
     events: list[dict[str, Any]] = []
 
@@ -230,7 +239,7 @@ class NaiveRadixTree:
         while at < len(tokens):
             child, length = self._child(node, tokens, at)
             if child is None:
-                new = _Node(node, tuple(tokens[at:]), self.now())
+                new = type(self.root)(node, tuple(tokens[at:]), self.now())
                 node.children[new.tokens[: self.page_size]] = new
                 new.num_inserted, new.priority = 1, priority
                 above = new
@@ -275,9 +284,9 @@ class NaiveRadixTree:
     def load_back(self, node: _Node) -> bool:
         return False
 
-    # What only a tree with windows does; see NaiveWindowTree.
+    # What only a tree with windows, or with states, does; see NaiveWindowTree and NaiveStateTree.
 
-    def note_windows(self, step: SglangStep) -> None:
+    def note(self, step: SglangStep) -> None:
         pass
 
     def take(self, num_tokens: int) -> None:
@@ -296,9 +305,11 @@ class NaiveRadixTree:
             leaves = [node for node in self.nodes() if not (node.num_locks or node.children)]
             if not leaves:
                 return
-            oldest = min(leaves, key=lambda node: (rank_of(node, self.eviction, self.eviction_config), node.time))
-            self.num_free += len(oldest.tokens)
-            del oldest.parent.children[oldest.tokens[: self.page_size]]
+            self.remove(min(leaves, key=lambda node: (rank_of(node, self.eviction, self.eviction_config), node.time)))
+
+    def remove(self, node: Any) -> None:
+        self.num_free += len(node.tokens)
+        del node.parent.children[node.tokens[: self.page_size]]
 
 
 def length_of(node: _Node) -> int:
@@ -316,8 +327,8 @@ class _Req:
         """Tokens of its answer whose results were taken."""
         self.node: Any = None
         self.is_over = self.is_retracted = False
-        self.num_queued = 0
-        """How many had been queued when it was last."""
+        self.num_queued = self.num_slots = 0
+        """How many had been queued when it was last; the slots that it has for its state."""
         self.seen = self.found = 0
         """The tokens that it knew when it was looked at last, and those of them that it found."""
         self.fetched = 0, 0
@@ -327,8 +338,9 @@ class _Req:
     def begin(self, length: int) -> None:
         """Start from a hit of so many tokens: those are the tree's, up to `num_owned` in all have memory."""
         self.num_shared = self.num_owned = self.start = self.end = length
-        self.num_inserted = self.num_slid = self.num_decodes = self.branch = 0
-        """Tokens that it inserted; those whose window KV it has freed; its decodes; the prefix to be inserted first."""
+        self.num_inserted = self.num_slid = self.num_decodes = self.branch = self.tracked = 0
+        """Tokens that it inserted; those whose window KV it has freed; its decodes; the prefix to be inserted first;
+        and the tokens before a state that is inserted next."""
 
     @property
     def known(self) -> list[int]:
@@ -392,7 +404,7 @@ class NaiveSglang:
         step.free, step.evictable, step.waiting = self.tree.num_free, self.tree.evictable, len(self.waiting)
         step.host_free = self.tree.num_host_free
         step.stored, step.reserved = self.tree.num_stored, self.tree.num_asked
-        self.tree.note_windows(step)
+        self.tree.note(step)
         is_waiting = bool(self.waiting) or self.chunked is not None
         step.fails |= self.load.window > 0 and is_idle and not self.running and is_waiting
         return step
@@ -519,6 +531,7 @@ class NaiveSglang:
             num_of_branch = tree.full_hit
             if tree.has_lost(request):
                 continue
+            self.claim(request, best)
             node = tree.on_device(best)
             length = length_of(node)
             num_below = length_of(best) - length
@@ -563,6 +576,8 @@ class NaiveSglang:
             if left_input <= 0 or left <= 0:
                 break
         self.waiting = [each for each in self.waiting if each not in batch]
+        for each in self.waiting:
+            self.disclaim(each)
         self.queue(preempted)
         self.step.retracted += [each.index for each in preempted]
         if chunked is not None:
@@ -599,7 +614,13 @@ class NaiveSglang:
 
         self.waiting = list(walk(self.tree.root))
 
-    # What only a scheduler of a model with windows does; see NaiveWindowSglang.
+    # What only a scheduler of a model with windows, or with states, does; see NaiveWindowSglang, NaiveStateSglang.
+
+    def claim(self, request: _Req, node: Any) -> None:
+        pass
+
+    def disclaim(self, request: _Req) -> None:
+        pass
 
     def room_of_windows(self) -> float:
         return inf
@@ -752,6 +773,10 @@ def naive_steps(load: SglangLoad) -> Iterator[SglangStep]:
         from oracles.naive_windows import NaiveWindowSglang
 
         make = NaiveWindowSglang
+    if load.slots:
+        from oracles.naive_states import NaiveStateSglang
+
+        make = NaiveStateSglang
     server, requests = make(load), [_Req(index, ask) for index, ask in enumerate(load.asks)]
     step = num_arrived = count = 0
     while not all(each.is_over for each in requests):

@@ -50,7 +50,7 @@ class NaiveWindowTree(NaiveRadixTree):
     def evictable_of_windows(self) -> int:
         return sum(len(node.tokens) for node in self.recent if not node.num_window_locks)
 
-    def note_windows(self, step: SglangStep) -> None:
+    def note(self, step: SglangStep) -> None:
         step.window_free, step.window_evictable = int(self.num_free_of_windows), self.evictable_of_windows
 
     def take(self, num_tokens: int) -> None:
@@ -193,8 +193,7 @@ class NaiveWindowTree(NaiveRadixTree):
     def remove(self, node: Any) -> None:
         if node.has_window:
             self.drop_window(node)
-        self.num_free += len(node.tokens)
-        del node.parent.children[node.tokens[: self.page_size]]
+        super().remove(node)
 
     def drop_window(self, node: _WindowNode) -> None:
         node.has_window = False

@@ -76,7 +76,7 @@ def test_help_on_a_configuration_can_be_read() -> None:
     text = pydoc.plain(pydoc.render_doc(ReplayConfig))
     assert "msgspec.Meta" not in text and "extra=" not in text
     assert "for_device(model: 'str', device: 'str'" in text
-    assert len(str(inspect.signature(ReplayConfig))) < 8_400  # 2,950 of them are of SGLang's settings
+    assert len(str(inspect.signature(ReplayConfig))) < 9_150  # 3,700 of them are of SGLang's settings
 
 
 def test_no_field_of_a_configuration_is_of_any_type() -> None:

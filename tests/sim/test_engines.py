@@ -48,6 +48,7 @@ STORAGE = {
     "hicache_storage_backend_extra_config": '{"prefetch_threshold": 16}',
 }
 WINDOWS = {"sliding_window_size": 127}
+STATES = {"max_mamba_cache_size": 200, "max_seqs": 40}
 
 # Planning ahead -------------------------------------------------------------------------------------------
 
@@ -525,6 +526,18 @@ def test_a_router_that_chooses_by_cached_pages_is_refused_without_a_prefix_cache
     ({**WINDOWS, "radix_eviction_policy": "lfu"}, "not modelled for a model with sliding windows"),
     ({**WINDOWS, "enable_priority_scheduling": True}, "not modelled for a model with sliding windows"),
     ({**WINDOWS, "hicache_ratio": 2.0}, "below which host memory is not modelled"),
+    ({"engine": "vllm", "max_mamba_cache_size": 200}, "no effect without"),
+    ({"mamba_track_interval": 64}, "no effect without states"),
+    ({**STATES, "max_seqs": 41}, "max_seqs: needs 205 slots for states of 41 requests, and has 200.*_seqs 40 or less"),
+    ({**STATES, "mamba_full_memory_ratio": 0.0}, "mamba_full_memory_ratio"),
+    ({**STATES, "mamba_radix_cache_strategy": "extra_buffer_lazy"}, "Use one of auto, no_buffer, extra_buffer"),
+    ({**STATES, "mamba_radix_cache_strategy": "no_buffer"}, "pages of one token without the overlap schedule"),
+    ({**STATES, "page_size": 16, "mamba_track_interval": 40}, "multiple of page_size, 16"),
+    ({**STATES, "page_size": 16, "mamba_chunk_size": 40}, "multiple of page_size, 16, or divide it"),
+    ({**STATES, "radix_eviction_policy": "lfu"}, "not modelled for a model with states"),
+    ({**STATES, "enable_priority_scheduling": True}, "not modelled for a model with states"),
+    ({**STATES, **WINDOWS}, "not modelled for a model with states"),
+    ({**STATES, "hicache_ratio": 2.0}, "below which host memory is not modelled"),
 ])  # fmt: skip
 def test_what_sglangs_engine_does_not_do_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -552,6 +565,9 @@ LEAPS: list[dict[str, Any]] = [
     WINDOWS,
     {"sliding_window_size": 15, "swa_full_tokens_ratio": 0.5, "schedule_conservativeness": 0.1},
     {"sliding_window_size": 300, "disable_overlap_schedule": True},
+    STATES,
+    {**STATES, "mamba_chunk_size": 16, "mamba_track_interval": 32, "schedule_conservativeness": 0.1},
+    {**STATES, "mamba_chunk_size": 1, "mamba_track_interval": 16, "disable_overlap_schedule": True},
     {"hicache_ratio": 0.5},
     {"hicache_ratio": 2.0, "hicache_write_policy": "write_back", "disable_overlap_schedule": True},
     {**STORAGE, "hicache_storage_prefetch_policy": "wait_complete", "disable_overlap_schedule": True},
@@ -611,6 +627,39 @@ def test_windows_have_the_pool_that_sglang_gives_them(
     whole = make_config({**asked, "disable_hybrid_swa_memory": True})
     assert whole.num_pages == (40 << 30) // (full + windowed)
     assert whole.batches is not None and not whole.batches.window
+
+
+STATEFUL = [
+    ("qwen3-next-80b-a3b", 77_266_944, 64, 12),
+    ("nemotron-3-nano-30b-a3b", 49_082_368, 128, 6),
+    ("qwen3.5-35b-a3b", 64_389_120, 64, 10),
+]
+"""Models; the bytes of a state of theirs in SGLang (`mamba_cache_per_req`), with its chunks; and the other layers."""
+
+
+@pytest.mark.parametrize(("model", "slot_bytes", "chunk", "num_full"), STATEFUL)
+def test_states_have_the_slots_that_sglang_gives_them(model: str, slot_bytes: int, chunk: int, num_full: int) -> None:
+    """States have 0.9 times the memory of KV, and a slot more; five slots for a request (`_calculate_mamba_ratio`)."""
+    asked = {"model": model, "device": "h200", "tensor_parallel": 2, "engine": "sglang", "kv_memory": "30GiB"}
+    config = make_config(asked)
+    rules, slot_bytes, kv_bytes = config.batches, slot_bytes // 2, 30 << 30
+    num_slots = int(kv_bytes * 0.9 / 1.9 - slot_bytes) // slot_bytes
+    assert load_geometry(model).num_attending_layers == num_full
+    assert rules is not None and (rules.slots, rules.state_buffers, rules.state_chunk) == (num_slots, 2, chunk)
+    assert rules.track_interval == 256
+    token_bytes = config.placement.kv_bytes_per_token if config.placement is not None else 0
+    assert config.num_pages == (kv_bytes - (num_slots + 1) * slot_bytes) // token_bytes
+    assert config.max_num_seqs == num_slots // 5
+    with pytest.raises(ConfigError, match="max_seqs: needs"):
+        make_config({**asked, "max_seqs": 2048})
+    half = make_config({**asked, "max_mamba_cache_size": num_slots // 2})
+    assert half.num_pages > config.num_pages and half.max_num_seqs == num_slots // 2 // 5
+    alone = make_config({**asked, "disable_overlap_schedule": True})
+    assert alone.max_num_seqs == num_slots // 3 and alone.batches is not None and not alone.batches.state_buffers
+    narrow = make_config({**asked, "mamba_ssm_dtype": "bfloat16"})
+    assert narrow.batches is not None and 1.8 < narrow.batches.slots / num_slots < 2
+    whole = make_config({**asked, "kv_groups": "off", "max_seqs": 40})
+    assert whole.batches is not None and not whole.batches.slots
 
 
 def above_host(changes: dict[str, Any]) -> ReplayConfig:

@@ -305,6 +305,11 @@ class _Assembly:
 
                 windowed = WindowRadixTree(rules.window, self.config.page_size, rules.window_pages, self.emit)
                 return WindowRadixCache(CountPool(self.config.num_pages), windowed, rules.window)
+            if rules.slots:
+                from kvarts.core.kv.states import StateRadixCache, StateRadixTree
+
+                stateful = StateRadixTree(rules.slots, self.emit)
+                return StateRadixCache(CountPool(self.config.num_pages), stateful, 1 + rules.state_buffers)
             order = make_radix_order(self.planning.batches, self.config.page_size)
             return RadixCache(CountPool(self.config.num_pages), RadixTree(self.emit, order))
         # An order that decides run by run may evict others where requests have made other runs of the same pages.

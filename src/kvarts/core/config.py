@@ -176,7 +176,9 @@ class BatchRules(msgspec.Struct, frozen=True, kw_only=True):
     `has_priorities`: requests of larger priorities come first, or of lower ones with `low_first`. `preempts`: they
     preempt running requests whose priority differs by more than `threshold`. `retracts_by_priority`: if decodes lack
     memory, the least important ones are retracted first. `window`: the tokens that layers with sliding windows attend
-    to, 0 without such layers; `window_pages`: the pages of the pool of their KV.
+    to, 0 without such layers; `window_pages`: the pages of the pool of their KV. `slots`: those for states, 0 for a
+    model without; `state_buffers`: the slots of a running request for states that it inserts. With them, prompts leave
+    states every `state_chunk` tokens, and answers every `track_interval`; both are 0 without buffers.
     """
 
     overlaps: bool = True
@@ -193,6 +195,10 @@ class BatchRules(msgspec.Struct, frozen=True, kw_only=True):
     retracts_by_priority: bool = False
     window: int = 0
     window_pages: int = 0
+    slots: int = 0
+    state_buffers: int = 0
+    state_chunk: int = 0
+    track_interval: int = 0
 
     @property
     def sign(self) -> int:

@@ -719,7 +719,9 @@ class ReplayConfig(
                 "max_num_batched_tokens",
             )
         self._check_host()
-        self.check_windows(self.pool_tokens, has_host=self.below is not None and bool(self.below.listed))
+        has_host = self.below is not None and bool(self.below.listed)
+        self.check_windows(self.pool_tokens, has_host=has_host)
+        self.check_states(has_host=has_host)
 
     def _check_host(self) -> None:
         """Refuse what host memory below SGLang's tree does not do."""
@@ -1061,7 +1063,8 @@ def _resolved_groups(
         if "mamba_cache_mode" in given and given["mamba_cache_mode"] != "snapshots":
             raise  # whole pages have no states
         config = _resolved(given, sections, asked, counts_groups=False)
-        return config if config.window else msgspec.structs.replace(config, whole_pages=reason_of(refused))
+        has_pool = config.window or config.max_mamba_cache_size
+        return config if has_pool else msgspec.structs.replace(config, whole_pages=reason_of(refused))
 
 
 def check_features(features: Mapping[str, str]) -> None:
@@ -1095,9 +1098,12 @@ def _causes(error: ConfigError) -> Iterator[ConfigError]:
 def _resolved(
     given: Given, sections: Sequence[Section], asked: Mapping[str, str], *, counts_groups: bool
 ) -> ReplayConfig:
+    is_limited = "max_seqs" in given
     if "engine" in given:
         given = with_engine(given, DeviceSettings, ReplayConfig)
     facts = resolve_hardware(given, counts_groups=counts_groups)
+    if is_limited:
+        facts.pop("max_num_seqs", None)
     engine = engine_of(given["engine"]) if "engine" in given else None
     if engine is not None and hasattr(facts.get("cost"), "separate_passes"):
         facts["cost"] = facts["cost"].served_by(given["engine"], separate_passes=engine.separate_passes)
@@ -1154,6 +1160,8 @@ def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, 
         values["cost"] = facts["cost"]
     if "placement" in facts:
         values["placement"] = facts["placement"]
+    if "max_num_seqs" in facts:
+        values["max_num_seqs"] = facts["max_num_seqs"]
     if "start" in facts:
         values |= {name: facts[name] for name in ("start", "page_size", "num_pages")}
     if "groups" in facts:

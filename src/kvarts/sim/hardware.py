@@ -407,8 +407,15 @@ def resolve_hardware(given: Given, *, counts_groups: bool = False) -> dict[str, 
             facts |= {"sliding_window_size": windowed.window, "kv_bytes_per_token": round(windowed.token_bytes)}
             placement = msgspec.structs.replace(facts["placement"], kv_bytes_per_token=facts["kv_bytes_per_token"])
             facts["placement"] = placement
+        stateful = _stateful(placed, engine, on, model.kv_dtype, merged)
+        if stateful is not None:
+            facts |= {"max_mamba_cache_size": stateful.num_slots, "mamba_chunk_size": stateful.chunk_size}
+            facts["max_num_seqs"] = stateful.most_seqs
         if "pages" not in given:
-            facts["num_pages"] = _num_pages(placed, engine, on, model.kv_dtype, groups, windowed)
+            if stateful is not None:
+                facts["num_pages"] = stateful.num_pages
+            else:
+                facts["num_pages"] = _num_pages(placed, engine, on, model.kv_dtype, groups, windowed)
     except ConfigError as error:
         raise merged.named(error, settings) from error
     return facts
@@ -587,6 +594,53 @@ def _windowed(placed: Placed, on: DeviceSettings, kv_dtype: str | None, given: G
     )
     shares = [group.page_bytes * (ratio if group.layer.span else 1) for group in local]
     return Windowed(given.get("sliding_window_size", max(spans) - shorter), sum(shares))
+
+
+class Stateful(NamedTuple):
+    """Slots for the states of a model, known after each `chunk_size` tokens, and the pages next to them.
+
+    `most_seqs`: as many requests as have slots run at once.
+    """
+
+    num_slots: int
+    chunk_size: int
+    num_pages: int
+    most_seqs: int
+
+
+def _stateful(
+    placed: Placed, engine: EngineConfig, on: DeviceSettings, kv_dtype: str | None, given: Given
+) -> Stateful | None:
+    """Return the slots of a model with states as SGLang divides memory (kv_cache_configurator.py); None for others."""
+    geometry = placed.geometry
+    if geometry is None or geometry.state is None or not plans_batches(str(given.get("engine"))):
+        return None
+    from kvarts.sim.sglang import LOCKED_SLOTS, MAMBA_RATIO, STATE_FAMILIES, buffers_of
+
+    if geometry.family not in STATE_FAMILIES or given.get("kv_groups") == "off":
+        return None
+    kv_bytes = kv_bytes_of(on)
+    if kv_bytes is None:
+        fit = placed.fit(engine, on, kv_dtype, states_in_pool=True)
+        assert fit is not None
+        kv_bytes = fit.kv_bytes
+    number_format = given.get("mamba_ssm_dtype", "auto")
+    if number_format == "auto":
+        number_format = geometry.state.stated_dtype or "float32"
+    state = msgspec.structs.replace(geometry.state, recurrent_dtype=number_format)
+    of_layer = state.local_bytes("bfloat16", on.tensor_parallel)
+    slot_bytes = of_layer * -(-geometry.num_state_layers // on.pipeline_parallel)
+    ratio = given.get("mamba_full_memory_ratio", MAMBA_RATIO)
+    num_slots = given.get("max_mamba_cache_size", 0) or int(kv_bytes * ratio / (1 + ratio) - slot_bytes) // slot_bytes
+    rest = kv_bytes - (num_slots + 1) * slot_bytes  # one more, for rows of a graph that compute nothing
+    page_bytes = engine.page_size * placed.kv_bytes_per_token
+    overlaps = not given.get("disable_overlap_schedule")
+    num_each = LOCKED_SLOTS + buffers_of(
+        given.get("mamba_radix_cache_strategy", "auto"), engine.page_size, overlaps=overlaps
+    )
+    if num_slots < num_each or rest < page_bytes:
+        raise _no_page(on, page_bytes, f" next to {num_each} states of {slot_bytes:,} bytes")
+    return Stateful(num_slots, state.chunk_size, rest // page_bytes, min(engine.max_num_seqs, num_slots // num_each))
 
 
 def _num_pages(

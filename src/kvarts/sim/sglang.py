@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, get_args
 
@@ -30,11 +31,22 @@ SWA_RATIO: Final = 0.8
 WINDOW_FAMILIES: Final = {"gemma4_text": 1, "gpt_oss": 1, "llama4_text": 0, "mimo_v2_flash": 0, "step3p5": 0}
 """The models, by `model_type`, whose windows have a pool in SGLang 0.5.23; and by how much its windows are shorter than
 those of the config, which count the token itself (model_config.py: is_hybrid_swa_model; models/*.py)."""
+STATE_FAMILIES: Final = frozenset(
+    ("falcon_h1", "granitemoehybrid", "kimi_linear", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+)
+"""The models, by `model_type`, whose states have slots and extra buffers in SGLang 0.5.23 (arg_groups/overrides.py)."""
 NUMBERS_OF_EVICTION: Final[dict[RadixEviction, tuple[str, ...]]] = {
     "slru": ("protected_threshold",),
     "tlru": ("threshold", "next_prompt_estimate"),
 }
 """The numbers that orders of eviction take."""
+MAMBA_RATIO: Final = 0.9
+MAMBA_CHUNK: Final = 64
+LOCKED_SLOTS: Final = 3
+"""Slots per request that may run, next to its buffers: for its state, for the one that it found, for one to insert
+(kv_cache_configurator.py: _calculate_mamba_ratio)."""
+StateStrategy = Literal["auto", "no_buffer", "extra_buffer"]
+StateFormat = Literal["auto", "float32", "bfloat16", "float16"]
 StorageBackend = Literal[
     "none",
     "file",
@@ -52,6 +64,13 @@ StorageBackend = Literal[
     "tensorcast",
     "seaweedfs",
 ]
+
+
+def buffers_of(strategy: StateStrategy, page_size: int, *, overlaps: bool) -> int:
+    """Return the slots of a running request for states that it leaves for others (allocation_sizing.py)."""
+    if strategy == "no_buffer" or (strategy == "auto" and page_size == 1 and not overlaps):
+        return 0
+    return 1 + overlaps
 
 
 class StorageNumbers(msgspec.Struct, frozen=True):
@@ -183,6 +202,29 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
     disable_hybrid_swa_memory: Annotated[
         bool, setting("With the engine sglang: no such pool; every layer keeps every token.")
     ] = False
+    max_mamba_cache_size: Annotated[
+        int, setting("With the engine sglang: slots for states.", metavar="SLOTS", default="of the model")
+    ] = 0
+    mamba_full_memory_ratio: Annotated[
+        float, setting("Memory of these slots, as a multiple of that of KV.", metavar="RATIO")
+    ] = MAMBA_RATIO
+    mamba_ssm_dtype: Annotated[
+        StateFormat, setting("Number format of the states.", default="of the model, or float32")
+    ] = "auto"
+    mamba_radix_cache_strategy: Annotated[
+        StateStrategy,
+        setting(
+            "With states: others find those where an insertion ends (no_buffer), or every mamba_chunk_size and "
+            "mamba_track_interval tokens (extra_buffer)."
+        ),
+    ] = "auto"
+    mamba_track_interval: Annotated[
+        int, setting("With extra_buffer: an answer has a state every so many tokens.", metavar="TOKENS")
+    ] = 256
+    mamba_chunk_size: Annotated[
+        int,
+        setting("With extra_buffer: a prompt has a state after so many.", metavar="TOKENS", default="of the model"),
+    ] = MAMBA_CHUNK
     enable_priority_scheduling: Annotated[
         bool,
         setting(
@@ -213,6 +255,10 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
         return BatchRules(
             window=self.window,
             window_pages=self._window_pages(num_tokens),
+            slots=self.max_mamba_cache_size,
+            state_buffers=self.state_buffers if self.max_mamba_cache_size else 0,
+            state_chunk=self._state_chunk if self.state_buffers else 0,
+            track_interval=math.lcm(self._state_chunk, self.mamba_track_interval) if self.state_buffers else 0,
             overlaps=not self.disable_overlap_schedule,
             max_prefill_tokens=self.max_prefill_tokens or BatchRules().max_prefill_tokens,
             ignores_eos=self.schedule_conservativeness is None,
@@ -269,12 +315,66 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
                 hint="Give a larger ratio, or more memory.",
             )
 
+    @property
+    def state_buffers(self) -> int:
+        """The slots of a running request for states that it leaves for others."""
+        return buffers_of(self.mamba_radix_cache_strategy, self.page_size, overlaps=not self.disable_overlap_schedule)
+
+    @property
+    def _state_chunk(self) -> int:
+        return max(self.mamba_chunk_size, self.page_size)
+
+    @property
+    def slots_per_request(self) -> int:
+        """The slots that there are for each request that may run."""
+        return LOCKED_SLOTS + self.state_buffers
+
+    def check_states(self, *, has_host: bool) -> None:
+        """Raise SettingError for slots that are too few, and for what does not go with states."""
+        if not self.max_mamba_cache_size:
+            for name in _OF_STATES:
+                if name in self.given_of_sglang():
+                    raise SettingError("has no effect without states", name, hint="Leave it out.")
+            return
+        why = "is not modelled for a model with states"
+        others = {"radix_eviction_policy": ("lru", why), "enable_priority_scheduling": (False, why)}
+        self.check_left_out(others | {"sliding_window_size": (0, why)})
+        if has_host:
+            raise SettingError(
+                "states have slots of their own, below which host memory is not modelled",
+                "max_mamba_cache_size",
+                hint="Leave host memory out, or give --kv-groups off, with which states are set aside and not found.",
+            )
+        if not self.state_buffers and (self.page_size > 1 or not self.disable_overlap_schedule):
+            raise SettingError(
+                "no_buffer is for pages of one token without the overlap schedule",
+                "mamba_radix_cache_strategy",
+                hint="Give {page_size} 1 and {disable_overlap_schedule} as well, or leave it out.",
+            )
+        chunk, page_size = sorted((self.mamba_chunk_size, self.page_size), reverse=True)
+        if chunk % page_size:
+            raise SettingError(
+                f"must be a multiple of {{page_size}}, {self.page_size}, or divide it", "mamba_chunk_size"
+            )
+        if self.mamba_track_interval % self.page_size:
+            raise SettingError(f"must be a multiple of {{page_size}}, {self.page_size}", "mamba_track_interval")
+        least = self.slots_per_request * self.max_num_seqs
+        num_slots = self.max_mamba_cache_size
+        if num_slots < least:
+            raise SettingError(
+                f"needs {least:,} slots for states of {self.max_num_seqs:,} requests, and has {num_slots:,}",
+                "max_num_seqs",
+                "max_mamba_cache_size",
+                hint=f"Give {{max_num_seqs}} {num_slots // self.slots_per_request} or less, or more "
+                "{max_mamba_cache_size}.",
+            )
+
     def options_of_server(self) -> dict[str, Any]:
         """Return the options of SGLang's server, but for the size of host memory; those of flags are None.
 
-        The size of a window is not an option: the server takes that of the model.
+        The size of a window, and of a chunk of states, is not an option: the server takes that of the model.
         """
-        left_out = {*self.given_host_sizes, "sliding_window_size"}
+        left_out = {*self.given_host_sizes, "sliding_window_size", "mamba_chunk_size"}
         values = {name: getattr(self, name) for name in self.given_of_sglang() if name not in left_out}
         return {name.replace("_", "-"): None if value is True else value for name, value in values.items()}
 
@@ -296,6 +396,10 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
             check_number(self.schedule_conservativeness, "schedule_conservativeness", most=MOST_CONSERVATIVENESS)
         check_whole(self.sliding_window_size, "sliding_window_size", least=0)
         check_number(self.swa_full_tokens_ratio, "swa_full_tokens_ratio", above=True, most=1.0)
+        check_whole(self.max_mamba_cache_size, "max_mamba_cache_size", least=0)
+        check_number(self.mamba_full_memory_ratio, "mamba_full_memory_ratio", above=True, most=MOST_RATIO)
+        check_whole(self.mamba_track_interval, "mamba_track_interval", most=MOST_COUNT)
+        check_whole(self.mamba_chunk_size, "mamba_chunk_size", most=MOST_COUNT)
         check_number(self.hicache_ratio, "hicache_ratio", most=MOST_RATIO)
         check_number(self.hicache_size, "hicache_size", most=MOST_GB)
         check_whole(
@@ -424,6 +528,13 @@ _OF_STORAGE: Final = (
     "hicache_storage_prefetch_retry_poll_interval",
     "hicache_storage_prefetch_retry_max_attempts",
 )
+_OF_STATES: Final = (
+    "mamba_full_memory_ratio",
+    "mamba_ssm_dtype",
+    "mamba_radix_cache_strategy",
+    "mamba_track_interval",
+    "mamba_chunk_size",
+)
 _OF_PRIORITIES: Final = (
     "schedule_low_priority_values_first",
     "disable_priority_preemption",
@@ -437,4 +548,6 @@ _CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "hicache_write_policy": get_args(WritePolicy),
     "hicache_storage_backend": get_args(StorageBackend),
     "hicache_storage_prefetch_policy": get_args(PrefetchPolicy),
+    "mamba_radix_cache_strategy": get_args(StateStrategy),
+    "mamba_ssm_dtype": get_args(StateFormat),
 }

@@ -46,13 +46,16 @@ HOSTS: list[dict[str, Any]] = [
 ]
 
 
-def test_windows_in_a_pool_of_their_own_are_not_audited() -> None:
-    with pytest.raises(ConfigError, match="sliding windows in a pool of its own"):
-        next(kvarts_steps(restated(draw_load("windows", 5000)), audit=open_audit))
+@pytest.mark.parametrize(
+    ("row", "says"), [("windows", "sliding windows in a pool of its own"), ("states", "states in slots")]
+)
+def test_second_pools_are_not_audited(row: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        next(kvarts_steps(restated(draw_load(row, 5000)), audit=open_audit))
 
 
 @pytest.mark.laws
-@pytest.mark.parametrize("row", sorted({*ROWS} - {"windows"}))
+@pytest.mark.parametrize("row", sorted({*ROWS} - {"windows", "states"}))
 @pytest.mark.parametrize("seed", range(3))
 def test_the_audit_of_a_correct_engine_finds_nothing(row: str, seed: int) -> None:
     for _ in kvarts_steps(restated(draw_load(row, 5000 + seed)), audit=open_audit):

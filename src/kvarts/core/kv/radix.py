@@ -549,9 +549,13 @@ class RadixCache(PageCache):
         num_prompt = content.num_prompt_tokens // content.page_size
         if 0 < num_prompt < num_full_pages:
             tree.part_at(table.path, num_prompt, priority + 1)
+        self._give_back(num_twice, num_cached)
+
+    def _give_back(self, num_twice: int, num_cached: int) -> None:
+        """Release pages that an insertion found resident; before it, `num_cached` were cached."""
         if num_twice:
             self.pool.give(num_twice, None)
-            num_released = num_twice + tree.num_cached - num_cached
+            num_released = num_twice + self.radix.num_cached - num_cached
             self.num_free += num_released
             self.num_released += num_released
 

@@ -254,6 +254,10 @@ def _open_batches(opening: Opening) -> Acts | None:
         from kvarts.core.parts.windows import BatchesWithWindows
 
         return BatchesWithWindows(opening.scheduler, opening.batches).acts()
+    if opening.batches.slots:
+        from kvarts.core.parts.states import BatchesWithStates
+
+        return BatchesWithStates(opening.scheduler, opening.batches).acts()
     if opening.batches.preempts:
         from kvarts.core.parts.priorities import BatchesByPriority
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvarts.core.config import SLIDE_TOKENS, BatchRules
-from kvarts.core.kv.windows import HeldWindow, WindowMatch, WindowRadixCache
+from kvarts.core.kv.components import ComponentMatch
+from kvarts.core.kv.windows import HeldWindow, WindowRadixCache
 from kvarts.core.parts.batches import FOR_PAGES, MOST_PROMISED, Batches
 from kvarts.core.request import Request, RequestState
 from kvarts.core.sched.step import PASS, Ask, Step, Verdict
@@ -66,11 +67,11 @@ class BatchesWithWindows(Batches):
         verdict = super().fits(ask, step)
         if verdict is FOR_PAGES:
             return verdict
-        assert isinstance(ask.match, WindowMatch)
+        assert isinstance(ask.match, ComponentMatch)
         most = self._most_of_prompt(ask, self._windows.windowed.num_idle(ask.match))
         if most is None and not (self._running or step.chunks or self._chunked or self._completed or self._ended):
             # SGLang never admits it: what the head finds is in use, and leaves too little.
-            ask.match, ask.hit_tokens = WindowMatch(ask.match.content, [], 0, 0, [], 0), 0
+            ask.match, ask.hit_tokens = ComponentMatch(ask.match.content, [], 0, 0, [], 0), 0
             verdict, most = super().fits(ask, step), self._most_of_prompt(ask, 0)
         if most is None or verdict is FOR_PAGES:
             self._is_shut = True
@@ -87,7 +88,7 @@ class BatchesWithWindows(Batches):
         need, room = self._need(num_tokens, num_new), self._window_room() - num_kept * page_size
         most = self._budget
         if need >= room:
-            if need < self._windows.windowed.num_window_pages * page_size:
+            if need < self._windows.windowed.num_units * page_size:
                 return None
             most = min(most, (room - self._need(0, num_new)) // page_size * page_size)
         if most < num_tokens and self._scheduler.running.chunked:

@@ -165,6 +165,8 @@ class ConfigFields(msgspec.Struct):
     use_bias: bool = False
     mamba_ssm_cache_dtype: str | None = None
     mamba_ssm_dtype: str | None = None
+    mamba_chunk_size: Some | None = None
+    chunk_size: Some | None = None
     linear_num_key_heads: Count = 16
     linear_num_value_heads: Count = 32
     linear_key_head_dim: Count = 128
@@ -658,7 +660,9 @@ def read_state(config: ConfigFields, dtype: str) -> State | None:
     Formats are vLLM 0.32's defaults: the model's 16 bits, except where the config or the family has another.
     """
     of_family = _STATES.get(config.model_type)
-    return None if of_family is None else of_family(config, dtype)
+    if of_family is None:
+        return None
+    return msgspec.structs.replace(of_family(config, dtype), stated_dtype=config.mamba_ssm_dtype)
 
 
 def _mamba(
@@ -677,6 +681,7 @@ def _mamba(
         conv_rows=kernel - 1,
         num_groups=groups,
         group_numbers=2 * size,
+        chunk_size=config.mamba_chunk_size or config.chunk_size or (128 if config.model_type == "nemotron_h" else 256),
     )
 
 

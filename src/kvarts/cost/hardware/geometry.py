@@ -79,7 +79,9 @@ class State(msgspec.Struct, frozen=True):
     `conv_numbers`: inputs kept for the convolution of the next token; `recurrent_numbers`: the state itself. `matrix`:
     numbers in the matrices of the layer; `small`: in its convolution, norm, biases and decays. `kind`: Mamba-2, Mamba,
     a gated delta net, that of Olmo Hybrid, Kimi Delta Attention, or a short convolution. The convolution keeps
-    `conv_rows` inputs; each of `num_groups` groups of Mamba-2 has `group_numbers` in a row.
+    `conv_rows` inputs; each of `num_groups` groups of Mamba-2 has `group_numbers` in a row. A prompt is computed in
+    parts of `chunk_size` tokens, after each of which the state is known. `stated_dtype`: the config's
+    `mamba_ssm_dtype`.
     """
 
     conv_numbers: int
@@ -91,6 +93,8 @@ class State(msgspec.Struct, frozen=True):
     conv_rows: int = 3
     num_groups: int = 0
     group_numbers: int = 0
+    chunk_size: int = 64
+    stated_dtype: str | None = None
 
     def local_bytes(self, dtype: str, tensor_parallel: int = 1, num_drafts: int = 0) -> int:
         """Return the bytes of the state of a sequence on one device, as vLLM lays it out.
@@ -217,7 +221,8 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return sum(layer.kind == "shared" for layer in self.layers)
 
     @cached_property
-    def _num_state_layers(self) -> int:
+    def num_state_layers(self) -> int:
+        """The layers that keep a state."""
         return sum(layer.kind == "state" for layer in self.layers)
 
     # Parameters -------------------------------------------------------------------------------------------
@@ -262,7 +267,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         numbers -= self._num_sharing_layers * self.hidden_size * self.head_dim * 2 * self.num_kv_heads
         numbers += self.extra.matrix
         if self.state is not None:
-            numbers += self._num_state_layers * self.state.matrix
+            numbers += self.num_state_layers * self.state.matrix
         if self.experts is not None:
             shared = self.mlp_matrices * self.hidden_size * self.experts.shared_size
             shared += 2 * self.hidden_size * (self.experts.latent_size or 0)
@@ -291,7 +296,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         numbers = self.num_attending_layers * layer + self.num_layers * self.num_norms * hidden + hidden
         numbers += self.extra.small - self._num_sharing_layers * self.head_dim * self.has_qk_norm
         if self.state is not None:
-            numbers += self._num_state_layers * self.state.small
+            numbers += self.num_state_layers * self.state.small
         if self.has_mlp_bias:
             numbers += self.num_dense_layers * (2 * self.intermediate_size + hidden)
         if experts is not None and experts.has_bias:

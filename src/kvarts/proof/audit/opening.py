@@ -30,6 +30,8 @@ def not_followed(config: EngineConfig, storage: Storage, planning: Planning) -> 
         return "room for drafts in virtual time"
     if planning.batches is not None and planning.batches.window:
         return "KV of sliding windows in a pool of its own"
+    if planning.batches is not None and planning.batches.slots:
+        return "states in slots of SGLang's tree"
     if not planning.hands_over:
         return ""
     return not_followed_in_handoffs(

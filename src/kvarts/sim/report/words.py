@@ -261,6 +261,8 @@ def _memory(config: Mapping[str, Any]) -> str:
         num_tokens = pages * config.get("page_size", 16)
         num_pages = int(num_tokens * config.get("swa_full_tokens_ratio", 0.8)) // config.get("page_size", 16)
         text += f", {num_pages:,} for windows of {window:,} tokens"
+    if config.get("max_mamba_cache_size"):
+        text += f", {config['max_mamba_cache_size']:,} slots for states"
     storage = config.get("hicache_storage_backend")
     return f"{text}, and storage without a limit ({storage})" if storage else text
 
