@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 from typing import Any
 
 import msgspec
@@ -10,10 +12,11 @@ from hypothesis import strategies as st
 
 from kvarts.core.tiers.config import SHORT, LoadKv, OffloadConfig, TierConfig
 
-from builders.case import Case, cases
+from builders.case import Case, Row, cases
 from oracles.naive import polynomial_ns
 
-__all__ = ["BYTES_PER_TOKEN", "Tiered", "as_list", "naive_settings", "tiered", "tiers_below", "tiers_between"]
+__all__ = ["BYTES_PER_TOKEN", "Tiered", "as_list", "exchanges", "naive_settings"]
+__all__ += ["tiered", "tiers_below", "tiers_between"]
 
 BYTES_PER_TOKEN = 1000
 
@@ -64,6 +67,54 @@ def tiered(
 
 
 @st.composite
+def exchanges(draw: st.DrawFn) -> Tiered:
+    """Sessions of many pages that come again, one or a few at a time, and fill a device: loads evict other sessions."""
+    page_size = draw(st.sampled_from([1, 2, 4]))
+    lengths = st.integers(12 * page_size, 30 * page_size)
+    sessions = [[10 * name + unit % 7 for unit in range(64 * page_size)] for name in range(draw(st.integers(3, 5)))]
+    for units in sessions[1:]:
+        units[: draw(st.sampled_from([0, 0, 3]))] = sessions[0][:3]
+    rows = []
+    arrival_ms = 0
+    for _ in range(draw(st.integers(6, 16))):
+        units = draw(st.sampled_from(sessions))
+        num_output = draw(st.integers(1, 12))
+        tenant = draw(st.sampled_from([None, None, "a"]))
+        rows.append(Row(arrival_ms, units, draw(lengths), num_output, None, 0, tenant))
+        arrival_ms += draw(st.sampled_from([0, 20, 200, 2000]))
+    case = Case(
+        rows=rows,
+        unit_tokens=1,
+        page_size=page_size,
+        num_pages=draw(st.integers(44, 60)),
+        max_num_batched_tokens=draw(st.sampled_from([16, 64, 200])),
+        max_num_seqs=draw(st.sampled_from([1, 2, 8])),
+        profile="default",
+        replicas=1,
+    )
+    # A page takes microseconds, or about as long as its tokens take to compute.
+    rates = st.sampled_from([2_000_000, 10_000_000, 1_000_000_000])
+    offload = OffloadConfig(
+        host_pages=draw(st.sampled_from([20, 40, 60, 200])),
+        policy="exclusive",
+        target_free=draw(st.sampled_from([0, 1, 8, 8, 16, None])),
+        h2d=draw(rates),
+        d2h=draw(rates),
+        latency_us=draw(st.sampled_from([0.0, 10.0, 1000.0])),
+        kv_bytes_per_token=BYTES_PER_TOKEN,
+        full_prompt_hits=draw(st.booleans()),
+        disk_pages=draw(st.sampled_from([None, None, 30, 100])),
+        disk_read=draw(rates),
+        disk_write=draw(rates),
+        store_within_ms=500.0,
+        fail_every=draw(st.sampled_from([0, 0, 0, 2, 5])),
+        load_kv=draw(st.sampled_from(["placed", "placed", "async"])),
+        load_overlap="none",
+    )
+    return Tiered(case, offload)
+
+
+@st.composite
 def tiers_below(
     draw: st.DrawFn,
     *,
@@ -110,11 +161,17 @@ def naive_settings(tiers: Tiered) -> dict[str, Any]:
     case, offload = tiers.case, tiers.offload
     specs = offload.specs(case.page_size)
     channels = [channel for spec in specs for channel in (spec.read, spec.write)]
+    policy, write = offload.policy, specs[0].write
+    step_pages = -(-case.max_num_batched_tokens // case.page_size)
+    step_ns = Fraction(step_pages * case.page_size * BYTES_PER_TOKEN * 10**9, write.bytes_per_s)
+    if policy == "exclusive" and ceil(step_ns) + round(write.latency_us * 1000) > offload.store_within_ms * 1e6:
+        policy = "lazy"  # a channel that cannot store again what is released
     target_free = offload.target_free
     if target_free is None:
-        step_pages = -(-case.max_num_batched_tokens // case.page_size)
         num_below = sum(spec.num_pages for spec in specs)
         target_free = max(2 * step_pages, min(8 * step_pages, num_below // 8))
+        if policy == "exclusive":
+            target_free = max(-(-3 * step_pages // 2), min(8 * step_pages, num_below // 16))
     return {
         "num_pages": case.num_pages,
         "page_size": case.page_size,
@@ -124,7 +181,7 @@ def naive_settings(tiers: Tiered) -> dict[str, Any]:
         "cost": polynomial_ns,
         "tiers": [spec.num_pages for spec in specs],
         "names": tuple(spec.name for spec in specs),
-        "policy": offload.policy,
+        "policy": policy,
         "target_free": target_free,
         "page_bytes": BYTES_PER_TOKEN * case.page_size,
         "rates": {channel.name: channel.bytes_per_s for channel in channels},

@@ -131,6 +131,8 @@ class NaiveOffloadEngine(NaiveEngine):
         self.spills: list[list[Name]] = [[] for _ in range(max(1, len(tiers) - 1))]
         self.changed: set[int] = set()  # places of tiers that may evict other pages next: an exclusive tier's spills
         self.again: list[Name] = []  # all of them so far: an exclusive host memory releases them, the last ones first
+        self.gone: list[Name] = []  # all that it evicts
+        self.displaced: list[Any] | None = None  # unsafe pages that an exclusive load evicts, while it takes pages
         self.grown: list[Name] = []  # pages that the device has again, or for the first time
         self.loading: list[NaiveRequest] = []
         self.early: list[NaiveTransfer] = []  # those that the step may use
@@ -221,9 +223,16 @@ class NaiveOffloadEngine(NaiveEngine):
         if not copies:
             del self.index[old.name]
             self.evicted.append(old.name)
+            name: Any = old.name
+            is_unsafe = is_shared(name) and name not in self.below | self.failed | set(self.holds)
             self.below.discard(old.name)
             self.failed.discard(old.name)
-            self.lost(old.name)  # type: ignore[arg-type]
+            if self.displaced is None:
+                self.lost(old.name)  # type: ignore[arg-type]
+            else:
+                self.gone.append(old.name)  # type: ignore[arg-type]
+                if is_unsafe:
+                    self.displaced.append(old.name)
         self.settle_lists()
         return Page(refs=1)
 
@@ -611,6 +620,52 @@ class NaiveOffloadEngine(NaiveEngine):
                 self.after_host()
         return start
 
+    def num_displaced(self, num_loaded: int) -> int:
+        """How many pages an exclusive load of `num_loaded` pages from host memory leaves time to store.
+
+        It fills their place last, and that of another page first. The first is stored by the time that the first of
+        these is brought, and all are stored a page before the end of the load.
+        """
+
+        def within_ns(lane: str, num_pages: int) -> int:
+            wait_ns = max(0, self.lane_free_ns[lane] - self.now_ns)
+            return wait_ns + self.latency_ns[lane] + -(-num_pages * self.page_bytes * 10**9 // self.rates[lane])
+
+        return max(
+            num_pages
+            for num_pages in range(num_loaded)
+            if not num_pages
+            or (
+                within_ns("d2h", num_pages) <= within_ns("h2d", num_loaded - 1)
+                and within_ns("d2h", 1) < within_ns("h2d", num_loaded - num_pages)
+            )
+        )
+
+    def place_displaced(self, room: int) -> list[tuple[list[Name], NaivePlacement]]:
+        """Make room for `room` of the pages that a load evicts, the last ones first; drop what follows the others."""
+        assert self.displaced is not None
+        host = self.tiers[0]
+        stores: list[tuple[list[Name], NaivePlacement]] = []
+        for chain, start in reversed(self.runs_of(self.displaced)):
+            num_missing = sum(1 for name in chain[start:] if not host.has(name))
+            self.below -= set(host.release_duplicates(self.again, self.index, min(room, num_missing)))
+            self.after_host()
+            self.settle_lists()
+            placement = host.place(chain, start, limit=room) if num_missing else None
+            self.after_host()
+            self.unmark_removed()
+            if placement is not None:
+                stores.insert(0, (chain, placement))
+                room -= len(placement.new)
+                num_missing -= len(placement.new)
+            if num_missing or not room:
+                break
+        self.displaced = None
+        gone, self.gone = self.gone, []
+        for name in gone:
+            self.lost(name)
+        return stores
+
     def scan(self) -> list[tuple[list[Name], int]]:
         """The oldest pages that would be lost, until the next `target_free` would not be."""
         num_covered = self.num_empty + sum(1 for page in self.safe if not self.is_held(page))
@@ -624,7 +679,10 @@ class NaiveOffloadEngine(NaiveEngine):
             is_known = all(token[0] == "token" or token[1] in self.swapped for token in name[1])
             if is_known and name not in self.below | self.failed | coming:
                 chosen.append(name)
-        # Neighbours that follow each other in a sequence go together.
+        return self.runs_of(chosen)
+
+    def runs_of(self, chosen: list[Name]) -> list[tuple[list[Name], int]]:
+        """Neighbours that follow each other in a sequence go together: all of it up to them, and their first page."""
         runs: list[list[Name]] = []
         for name in chosen:
             if runs and runs[-1][0].before is name:  # type: ignore[attr-defined]
@@ -771,17 +829,18 @@ class NaiveOffloadEngine(NaiveEngine):
                 if entry.state == "stored" and entry.name in [each.name for each in placement.new]:
                     entry.is_spilled = True
             self.tiers[transfer.place].unpin(entries)
-        if transfer.kind == "spill" and not is_good:
+        if not is_good:
             for _, placement in transfer.stores:
                 for entry in placement.new:
-                    self.lose_below(entry.name, place)
+                    if transfer.kind == "spill" or not (transfer.held or entry.name in self.index):
+                        self.lose_below(entry.name, place)
         if self.is_lazy:
             orphans = {hold.name for hold in transfer.held if hold.orphan is not None}
             for _, placement in transfer.stores:
                 for entry in placement.new:
                     if entry.name in self.index and self.is_below(entry.name):
                         self.below.add(entry.name)
-                    elif transfer.kind == "store" and not (is_good or is_given_up) and entry.name not in orphans:
+                    elif transfer.held and not (is_good or is_given_up) and entry.name not in orphans:
                         self.failed.add(entry.name)
             self.settle_lists()
         self.unmark_removed()
@@ -983,7 +1042,13 @@ class NaiveOffloadEngine(NaiveEngine):
             if front < end
         ]
         num_pages = self.pages_for(head.known) if self.load_kv == "placed" else offers[-1][3]
+        num_from_host = sum(end - start for tier, _, start, end in offers if tier is self.tiers[0])
+        room = 0
+        if self.is_exclusive and num_from_host and front <= len(hits):
+            room = self.num_displaced(num_from_host)
+        self.displaced = [] if room else None
         head.pages += [self.take_page() for _ in range(num_pages - len(hits))]
+        displaced = self.place_displaced(room) if room else []
         ends_ns = []
         lanes = []
         for tier, _, start, end in offers:
@@ -1002,6 +1067,11 @@ class NaiveOffloadEngine(NaiveEngine):
             head.others_hit_tokens += max(0, head.computed - head.furthest)
             head.furthest = max(head.furthest, head.computed)
         self.begin(transfer)
+        if displaced:
+            num_stored = sum(len(placement.new) for _, placement in displaced)
+            self.begin(NaiveTransfer(-1, self.lane("d2h", num_stored), "store", displaced))
+            if len(self.tiers) > 1:
+                self.changed.add(0)
         self.leading.append(transfer)
         self.loading.append(head)
         if self.load_kv != "async":

@@ -153,10 +153,10 @@ class NaiveTier:
         self.longest_wait = max([self.longest_wait, *waits])
 
     def num_forsaken(self) -> int:
-        """Of the next evictions, how many have waited half as long again as any page that was used after all."""
+        """Of the next evictions, how many have waited twice as long as any page that was used after all."""
         count = 0
         for entry in self.recency:
-            if (self.num_arrived - entry.used_at) / 1.5 <= self.longest_wait:
+            if (self.num_arrived - entry.used_at) / 2 <= self.longest_wait:
                 break
             count += not entry.pins
         return count

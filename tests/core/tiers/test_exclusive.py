@@ -58,8 +58,10 @@ def test_it_finds_more_than_copies_of_the_device_do(host_pages: int) -> None:
     assert eager < lazy < exclusive
 
 
-def test_with_room_for_everything_it_finds_what_lazy_finds() -> None:
-    assert hits("exclusive", 100_000) == hits("lazy", 100_000)
+def test_with_room_for_everything_it_finds_no_less_than_copies_of_all() -> None:
+    """What a load evicts is stored while it runs, however small the target: `lazy` loses it."""
+    assert hits("lazy", 100_000) + 0.1 < hits("exclusive", 100_000)
+    assert hits("exclusive", 100_000) > hits("eager", 100_000) - 0.001
 
 
 @pytest.mark.parametrize("with_slots", [False, True])

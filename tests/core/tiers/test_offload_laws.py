@@ -15,7 +15,7 @@ from builders.case import ROUTERS, Case, Row
 from builders.grouped import assert_same_outcome
 from builders.laws import assert_as_in_naive, assert_fast_as_slow, assert_tokens_counted_once
 from builders.outcome import run_kvarts
-from builders.tiered import BYTES_PER_TOKEN, Tiered, naive_settings, tiered
+from builders.tiered import BYTES_PER_TOKEN, Tiered, exchanges, naive_settings, tiered
 from builders.tiers import offloader_of
 from oracles.naive import NaiveRequest, run_naive
 from oracles.naive_offload import NaiveOffloadEngine
@@ -62,6 +62,15 @@ SPILL_THAT_EVICTS = Tiered(
 @given(st.booleans().flatmap(lambda limits: tiered(max_requests=12, limits=limits, all_loads=True, lists=True)))
 def test_everything_is_as_in_the_naive_engine(tiers: Tiered) -> None:
     """L1 to L4, L7, L8: requests, steps, evictions and transfers, in every tier."""
+    assert_offload_as_in_naive(tiers)
+
+
+@given(exchanges())
+def test_what_loads_evict_is_stored_as_in_the_naive_engine(tiers: Tiered) -> None:
+    assert_offload_as_in_naive(tiers)
+
+
+def assert_offload_as_in_naive(tiers: Tiered) -> None:
     requests, naive_engines = run_naive_offload(tiers)
     case = tiers.case
     outcome = run_kvarts(case, offload=tiers.offload)
@@ -90,7 +99,7 @@ def test_everything_is_as_in_the_naive_engine(tiers: Tiered) -> None:
             assert offloader.tiers[tier_index].num_used_blocks == 0, "L2: at rest nothing is held"
 
 
-@given(tiered(max_requests=24, all_loads=True, lists=True))
+@given(st.one_of(exchanges(), tiered(max_requests=24, all_loads=True, lists=True)))
 def test_fast_forward_equals_step_by_step(tiers: Tiered) -> None:
     """L5, with tiers: the same bytes, whatever is looked at."""
     assert_fast_as_slow(tiers.case, offload=tiers.offload)

@@ -7,6 +7,7 @@ meanwhile; tiers are reset. The output is that of an undisturbed run.
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -99,6 +100,20 @@ def test_a_page_copied_to_the_wrong_place_changes_the_output() -> None:
     executor.fails = 0.0
     _, requests, _ = serve(arrivals, config, executor, tiers=partial(prepare_tiers, offload))
     assert [output_of(request) for request in requests] != [generate(a.prompt, a.num_output) for a in arrivals]
+
+
+def test_what_a_load_evicts_is_stored_before_the_load_fills_its_place() -> None:
+    """L6: executors copy in the order of transfers. The load keeps its number."""
+    arrivals, config, offload = busy("exclusive")
+    _, executor = check_outputs(arrivals, config, offload, Random(3))
+    transfers = list(executor.transfers.values())
+    pairs = [
+        (store, load)
+        for store, load in pairwise(transfers)
+        if load.direction is Direction.LOAD and store.transfer_id == load.transfer_id + 1
+    ]
+    assert pairs
+    assert all(store.direction is Direction.STORE for store, _ in pairs)
 
 
 def test_files_survive_a_restart(tmp_path: Path) -> None:

@@ -76,7 +76,10 @@ class Move(msgspec.Struct, frozen=True, gc=False):
 
 
 class Transfer(msgspec.Struct, frozen=True, gc=False):
-    """A transfer to begin with the step. Both ends stay unchanged until every worker has reported it."""
+    """A transfer to begin with the step. Both ends stay unchanged until every worker has reported it.
+
+    A load may write what a store before it reads: a worker carries out the transfers of a plan in their order.
+    """
 
     transfer_id: int
     direction: Direction

@@ -56,7 +56,7 @@ class PrefixTree:
         self.emit = emit
         self.num_cached = 0
         self.on_removed: Callable[[Node, int, int], object] | None = None
-        """Called for pages [start, end), the last ones of a node, that can no longer be found."""
+        """Called for pages [start, end), the last ones of a node, that can no longer be found; it has their ids."""
         self.on_read: Callable[[], object] | None = None
         """Called before runs are looked for or looked at; it may extend some of them."""
         self.found_from = 0
@@ -389,13 +389,13 @@ class PrefixTree:
                 size = count
             if size > count:
                 node.end -= count
-                if node.page_ids is not None:
-                    page_ids.extend(reversed(node.page_ids[-count:]))
-                    del node.page_ids[-count:]
                 if self._watcher is not None:
                     self._watcher.cut(node, count)
                 if self.emit is not None or self.on_removed is not None:
                     self._emit_removed(node, node.end, node.end + count)
+                if node.page_ids is not None:  # last, since `on_removed` may read them
+                    page_ids.extend(reversed(node.page_ids[-count:]))
+                    del node.page_ids[-count:]
                 break
             if node.page_ids is not None:
                 page_ids.extend(reversed(node.page_ids))

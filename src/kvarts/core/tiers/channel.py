@@ -50,10 +50,13 @@ class Channel:
 
         At least one if the channel is idle, so that a slow channel carries one unit at a time.
         """
-        wait_ns = self.wait_ns(now_ns)
-        left_ns = bound_ns - wait_ns - self._latency_ns
-        num_units = left_ns * self._bytes_per_s // (unit_bytes * NS_PER_S) if left_ns > 0 else 0
-        return num_units if wait_ns or num_units else 1
+        num_units = self.num_by(now_ns, bound_ns, unit_bytes)
+        return num_units if num_units or self.wait_ns(now_ns) else 1
+
+    def num_by(self, now_ns: int, bound_ns: int, unit_bytes: int) -> int:
+        """Return the same, without that exception."""
+        left_ns = bound_ns - self.wait_ns(now_ns) - self._latency_ns
+        return left_ns * self._bytes_per_s // (unit_bytes * NS_PER_S) if left_ns > 0 else 0
 
     def withdraw(self, now_ns: int, num_bytes: int) -> None:
         """Carry the last transfer submitted, of `num_bytes`, no further than it is at `now_ns`."""

@@ -190,7 +190,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     after it became complete; `lazy` stores cached pages so that the next `target_free` allocated pages lose nothing
     (default: eight times the pages of a step's token budget, but at most an eighth of host memory, and at least
     twice the budget); `exclusive` does so too, and host memory that needs room releases pages that the device has
-    again, so that both hold different pages. `h2d`, `d2h`: bandwidth to and from the device; `latency_us`
+    again, so that both hold different pages; what a load evicts from the device is stored while it runs (default: half
+    as many pages, and at least one and a half times the budget). If the channel needs longer than `store_within_ms` for
+    the pages of a step, `exclusive` is `lazy`. `h2d`, `d2h`: bandwidth to and from the device; `latency_us`
     is added to every transfer. `kv_bytes_per_token`: bytes of a token; the default is that of Llama 3.1 8B in 16
     bits. `full_prompt_hits`: a load may cover a whole prompt; then only its last token is computed again.
     `workers`: how many must report a transfer before it is complete. `preemption_mode`: with `swap`, pages that
@@ -246,7 +248,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "Lazy: so many pages can be taken without losing anything.",
             flag="--target-free",
             metavar="N",
-            default="two to eight token budgets",
+            default="two to eight token budgets; exclusive: one and a half to eight",
         ),
     ] = None
     h2d: Annotated[Rate, setting("Bandwidth from host memory to the device.", flag="--h2d", metavar="RATE")] = "50GB/s"

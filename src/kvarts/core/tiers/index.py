@@ -377,10 +377,10 @@ class TierIndex:
             node = node.parent
 
     def num_forsaken(self, limit: int) -> int:
-        """Return how many of the next `limit` evictions have waited half as long again as any page that was used."""
+        """Return how many of the next `limit` evictions have waited twice as long as any page that was used."""
         num_pages = 0
         for run in self.recency() if limit > 0 else ():
-            if 2 * (self.num_arrived - run.used_at) <= 3 * self.longest_wait:
+            if self.num_arrived - run.used_at <= 2 * self.longest_wait:
                 break
             if not run.pins:
                 num_pages += run.end - run.start

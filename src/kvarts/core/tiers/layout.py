@@ -200,8 +200,8 @@ class Layout(Generic[TierT]):
         """Return how many of `num_behind` waiting requests gain by the load of one that is before them."""
         return num_behind
 
-    def weighed(self, offer: Offer, weighed: Weighed) -> None:
-        """Note which part of the newest `offer` is to be loaded."""
+    def weighed(self, offer: Offer, weighed: Weighed, now_ns: int) -> None:
+        """Note which part of the newest `offer` is to be loaded, if there is room, from `now_ns` on."""
 
     def load(
         self, request: int, content: Content, start: int, num_pages: int, table: BlockTable, num_front: int

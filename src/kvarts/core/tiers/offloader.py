@@ -213,7 +213,7 @@ class Offloader(Transfers, Generic[LayoutT]):
         weighed = self._weigher.weigh(
             self._now_ns, offer, start, page_size, num_known, num_behind=num_gaining, awaited=awaited
         )
-        self.layout.weighed(offer, weighed)
+        self.layout.weighed(offer, weighed, self._now_ns)
         return weighed
 
     def start_load(
@@ -250,6 +250,10 @@ class Offloader(Transfers, Generic[LayoutT]):
         early_ns = NEVER_NS if wait_ns is None else now_ns + wait_ns
         dropped = self._dropped() if self._with_page_ids else ()
         self._submit(under_way, end_ns, moves, dropped, early_ns)
+        if loading.displaced is not None:
+            self._begin_copies(Direction.STORE, loading.displaced)
+            if self._with_page_ids:  # executors copy in this order, and the load writes what the store reads
+                self._planned[-2:] = self._planned[-1], self._planned[-2]
         return end_ns
 
     def use_early(self, transfer: int) -> None:

@@ -104,7 +104,8 @@ class TiersToOpen:
         self.order: EvictionOrder = make_order() if self._safe_first is None else self._safe_first
         self.watcher: TreeWatcher | None = self._safe_first
         # What leaves the device passes through the first of exclusive tiers, whatever slower ones have.
-        num_tiers = 1 if offload.policy == "exclusive" else len(specs)
+        is_exclusive = _is_exclusive(offload, specs, config.page_size, config.max_num_batched_tokens, memory)
+        num_tiers = 1 if is_exclusive else len(specs)
         self.num_safe_tiers = 0 if self._safe_first is None else num_tiers
         self.full_prompt_hits = offload.full_prompt_hits
         self.load_kv = offload.load_kv
@@ -172,7 +173,9 @@ def open_offloader(
     """
     make = MeasuredChannel if with_page_ids else Channel
     connected: list[ConnectedTier[Any]] = []
-    for place, spec in enumerate(offload.specs(page_size, memory)):
+    specs = offload.specs(page_size, memory)
+    is_exclusive = _is_exclusive(offload, specs, page_size, max_num_batched_tokens, memory)
+    for place, spec in enumerate(specs):
         tier = _open_tier(
             spec,
             place,
@@ -195,9 +198,10 @@ def open_offloader(
         assert (order is not None) == offload.is_lazy, "a lazy policy stores what `order` would evict next"
         if order is not None:
             num_pages = sum(each.tier.num_pages for each in connected)
-            target_free = _target_free(offload, num_pages, page_size, max_num_batched_tokens)
+            stored = is_exclusive and cache.pool.make_room is None
+            target_free = _target_free(offload, num_pages, page_size, max_num_batched_tokens, stores_displaced=stored)
             policy = LazyPolicy(whole, order, target_free)
-            exclusive_free = target_free if offload.policy == "exclusive" else None
+            exclusive_free = target_free if is_exclusive else None
         layout = PageLayout(
             whole,
             connected,
@@ -219,7 +223,7 @@ def open_offloader(
         if offload.is_lazy:
             num_pages = sum(each.tier.num_blocks for each in connected) * memory.block_bytes // memory.page_bytes
             target_free = _target_free(offload, num_pages, page_size, max_num_batched_tokens)
-            if offload.policy == "exclusive":
+            if is_exclusive:
                 of_parts = ExclusiveParts(pages.parts, target_free, connected[0].tier)
             else:
                 of_parts = LazyParts(pages.parts, target_free * pages.parts.page_bytes)
@@ -277,12 +281,43 @@ def _open_tier(
     return PartTier(*size, place=place, with_slots=with_page_ids, emit=emit)
 
 
-def _target_free(offload: OffloadConfig, num_pages: int, page_size: int, max_num_batched_tokens: int) -> int:
-    """Return the pages that a lazy policy covers, above tiers of `num_pages` pages in all."""
+def _is_exclusive(
+    offload: OffloadConfig,
+    specs: Sequence[TierSpec],
+    page_size: int,
+    max_num_batched_tokens: int,
+    memory: GroupMemory | None,
+) -> bool:
+    """Return whether host memory releases what the device has again.
+
+    These pages must be stored again before their eviction. Where the channel cannot even carry those of a step within
+    `store_within_ms`, they would be lost instead, and `exclusive` does the same as `lazy`.
+    """
+    if offload.policy != "exclusive" or not specs:
+        return False
+    page_bytes = offload.kv_bytes_per_token * page_size if memory is None else memory.page_bytes
+    step_bytes = -(-max_num_batched_tokens // page_size) * page_bytes
+    return specs[0].write.open().within_ns(0, step_bytes) <= offload.store_within_ms * 1e6
+
+
+def _target_free(
+    offload: OffloadConfig,
+    num_pages: int,
+    page_size: int,
+    max_num_batched_tokens: int,
+    *,
+    stores_displaced: bool = False,
+) -> int:
+    """Return the pages that a lazy policy covers, above tiers of `num_pages` pages in all.
+
+    `stores_displaced`: pages that a load evicts need not be covered, since they are stored while it runs.
+    """
     target_free = offload.target_free
     if target_free is None:
         # Enough for the pages that a few requests take at once, but a small part of a small tier.
         step_pages = -(-max_num_batched_tokens // page_size)
-        target_free = max(2 * step_pages, min(8 * step_pages, num_pages // 8))
+        # A step takes its pages while those for the next are stored, and a load that needs them too begins.
+        least, most_part = (-(-3 * step_pages // 2), 16) if stores_displaced else (2 * step_pages, 8)
+        target_free = max(least, min(8 * step_pages, num_pages // most_part))
     # More pages than the tiers hold would replace each other for ever.
     return min(target_free, num_pages)

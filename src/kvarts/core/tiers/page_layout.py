@@ -18,12 +18,12 @@ from kvarts.core.kv.cache import BlockTable, Match
 from kvarts.core.kv.eviction import PinnedPages
 from kvarts.core.kv.page_cache import PageCache
 from kvarts.core.kv.pool import PageId
-from kvarts.core.kv.transfer import Coming, Loaded, Offer
+from kvarts.core.kv.transfer import Coming, Loaded, Offer, Weighed
 from kvarts.core.kv.tree import Node
 from kvarts.core.tiers.index import NodeState, Placement
 from kvarts.core.tiers.layout import ConnectedTier, Layout
 from kvarts.core.tiers.safe_first import COMING, FAILED, NOT, STORED, SafeFirst
-from kvarts.core.tiers.store_policy import Duplicates, LateSpills, PagePolicy, Spill, precedes
+from kvarts.core.tiers.store_policy import Duplicates, Exchange, LateSpills, PagePolicy, Spill, precedes
 from kvarts.core.tiers.tier import MemoryTier, Pin
 from kvarts.core.tiers.transfers import ALL, Copies, Loading
 
@@ -90,8 +90,8 @@ class Marks:
 
 
 class PageCopies(Copies):
-    """A store or a spill of pages. `held`: by store, the pages that it reads on the device; `sources`: the reads of a
-    spill.
+    """A store or a spill of pages. `held`: by store, the pages that it reads on the device, none if a load overwrites
+    them; `sources`: the reads of a spill.
     """
 
     __slots__ = ("held", "sources", "stores")
@@ -152,7 +152,12 @@ class PageLayout(Layout[MemoryTier]):
         self._order = order
         self._late_spills: LateSpills | None = None
         self._duplicates: Duplicates | None = None
+        self._exchange: Exchange | None = None
+        self._displaced: PageCopies | None = None
+        """The store of what the load evicts that is about to begin."""
         if exclusive_free is not None:
+            if cache.pool.make_room is None:  # else others might get the pages that a load evicts
+                self._exchange = Exchange(connected[0].write, connected[0].read, page_bytes)
             self._duplicates = Duplicates(self.own, num_free=exclusive_free, num_here=cache.tree.num_found)
             self.backlog = self._late_spills = LateSpills(len(self.own), exclusive_free)
         self._swaps = swaps
@@ -418,6 +423,8 @@ class PageLayout(Layout[MemoryTier]):
                         self._marks.mark_as_held(store.content, segment.start, segment.end)
             for place, parts in enumerate(of_pages.held):
                 store = of_pages.stores[place]
+                for segment in () if parts else store.segments:  # a load has overwritten them
+                    self._marks.mark_held(store.content, segment.start, segment.end)
                 is_whole = is_stored and store.run.state is NodeState.STORED
                 for index, part in enumerate(parts):
                     segment = store.segments[index]
@@ -481,8 +488,24 @@ class PageLayout(Layout[MemoryTier]):
 
     def forget(self, request: int) -> None:
         """End the pins of the offer to `request`."""
+        self._end_exchange()
         for tier in self.tiers:
             tier.forget(request)
+
+    def weighed(self, offer: Offer, weighed: Weighed, now_ns: int) -> None:
+        """Note which part of the newest `offer` is to be loaded: what that evicts may be stored meanwhile.
+
+        Not if the request computes the first pages of the offer at once.
+        """
+        exchange = self._exchange
+        if exchange is not None and weighed.by_tier[0] and not weighed.num_front:
+            exchange.begin(weighed.by_tier[0], now_ns)
+
+    def _end_exchange(self) -> None:
+        """Note that no load is about to begin."""
+        self._displaced = None
+        if self._exchange is not None:
+            self._exchange.num_pages = 0
 
     def load(
         self, request: int, content: Content, start: int, num_pages: int, table: BlockTable, num_front: int
@@ -511,6 +534,8 @@ class PageLayout(Layout[MemoryTier]):
             loading.reads.append((place, count, source_ids, target_ids))
             position += count
         loading.num_blocks, loading.by_tier = position - start, tuple(counts)
+        loading.displaced = self._displaced
+        self._end_exchange()
         return loading
 
     def end_load(self, loading: Loading, num_good: int, emit_ended: Callable[[int], None]) -> Loaded:
@@ -534,6 +559,12 @@ class PageLayout(Layout[MemoryTier]):
         """Record an eviction of the device, if a tier may lack these pages and have later ones of the sequence."""
         if self._has_one_marked and node.notes.below == STORED:
             return
+        exchange = self._exchange
+        if exchange is not None and exchange.num_pages:
+            if node.notes.below == NOT and not node.is_orphan:
+                exchange.add(node, start, end)
+            self._gone.append((node.content, start, end))
+            return
         for tier in self.own:
             if tier.has_holes:
                 self._gone.append((node.content, start, end))
@@ -550,6 +581,8 @@ class PageLayout(Layout[MemoryTier]):
         gone = self._gone
         if not gone:
             return
+        if self._exchange is not None and len(self._exchange):
+            self._displaced = self._exchanged(self._exchange)
         last = self.own[-1]
         for content, start, end in gone:
             position = start
@@ -559,6 +592,39 @@ class PageLayout(Layout[MemoryTier]):
                     position += tier.find(content, position, end)
         self._marks.unmark_removed()
         gone.clear()
+
+    def _exchanged(self, exchange: Exchange) -> PageCopies | None:
+        """Make room in host memory for pages that a load evicts, as many as there is time for; None without any.
+
+        The last to be evicted have priority; host memory evicts them last.
+        """
+        assert self._duplicates is not None
+        first, room = self.tiers[0], exchange.num_pages
+        stores: list[tuple[Placement, int, list[PageId]]] = []
+        for content, start, end, page_ids in exchange.take():
+            num_missing = first.missing(content, start, end)
+            self._duplicates.make_room(min(room, num_missing))
+            self._marks.unmark_removed(NOT)
+            num_refused = first.num_refused
+            store = first.prepare_store(content, start, end, limit=room)
+            self.num_refused += first.num_refused - num_refused
+            self._marks.unmark_removed()
+            if store is not None:
+                stores.append((store, start, page_ids))
+                room -= store.num_pages
+                num_missing -= store.num_pages
+            if num_missing or not room:
+                break
+        exchange.take()
+        if not stores:
+            return None
+        copies = PageCopies(0)
+        for store, start, page_ids in reversed(stores):
+            self._add(copies, store)
+            copies.held.append([])
+            for segment in store.segments:
+                copies.source_ids += page_ids[segment.start - start : segment.end - start]
+        return copies
 
     def _num_above(self, place: int, content: Content, end: int) -> int:
         """Return how many of the first `end` pages of `content` the device has, and tiers above `place` after it."""

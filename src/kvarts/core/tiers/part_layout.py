@@ -533,7 +533,7 @@ class PartLayout(Layout[PartTier]):
         """Return 0: while a request waits it holds memory, which is usually what later requests wait for."""
         return 0
 
-    def weighed(self, offer: Offer, weighed: Weighed) -> None:
+    def weighed(self, offer: Offer, weighed: Weighed, now_ns: int) -> None:
         """Offer no more than what slower tiers need not be read for.
 
         A load is of the whole newest offer, up to the end of one of the tiers, or of the last pages before it.

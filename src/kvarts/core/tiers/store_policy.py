@@ -13,11 +13,13 @@ from typing import TypeAlias
 from kvarts.core.content import Content
 from kvarts.core.kv.cache import BlockTable
 from kvarts.core.kv.page_cache import PageCache
+from kvarts.core.kv.pool import PageId
 from kvarts.core.kv.tree import Node, Path
+from kvarts.core.tiers.channel import Channel
 from kvarts.core.tiers.safe_first import SafeFirst
 from kvarts.core.tiers.tier import MemoryTier
 
-__all__ = ["Backlog", "Duplicates", "EagerPolicy", "LateSpills", "LazyPolicy", "PagePolicy", "Spill"]
+__all__ = ["Backlog", "Duplicates", "EagerPolicy", "Exchange", "LateSpills", "LazyPolicy", "PagePolicy", "Spill"]
 
 PRUNE_AT = 10_000
 """How many runs may wait in a queue before those that are of no use any more are removed from it."""
@@ -87,7 +89,7 @@ class Duplicates:
     """Pages that the device has again, and `tiers` still have. The first tier releases them when it needs room.
 
     The last to come are released first: the device evicts them last, and they must be stored again only then. Pages
-    that waited half as long again as any that was used are evicted before that. A slower tier with fewer empty pages
+    that waited twice as long as any that was used are evicted before that. A slower tier with fewer empty pages
     than `num_free` releases them at once. `num_here`: how many of the first pages of a content, at most a number of
     them, the device has.
     """
@@ -134,6 +136,51 @@ class Duplicates:
                 host.move_out(content, end, last)
             if start < end:
                 runs.append((content, start, end))
+
+
+class Exchange:
+    """Pages that a load evicts from the device and that no tier has: they are stored in host memory while it runs.
+
+    As many as `write` carries before the load needs their place, if it fills that last, after one page at least: the
+    first page by the time that `read` brings the first of those there, and all of them a page before the end of the
+    load. A load never waits. `page_bytes`: those of a page.
+    """
+
+    def __init__(self, write: Channel, read: Channel, page_bytes: int) -> None:
+        self._write = write
+        self._read = read
+        self._page_bytes = page_bytes
+        self.num_pages = 0
+        """How many pages the load that is about to begin leaves time to store."""
+        self._runs: list[tuple[Content, int, int, list[PageId]]] = []
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def begin(self, num_loaded: int, now_ns: int) -> None:
+        """Note that the next evictions make room for a load of `num_loaded` pages from host memory."""
+        write, read, size = self._write, self._read, self._page_bytes
+        in_time = write.num_by(now_ns, read.within_ns(now_ns, (num_loaded - 1) * size), size)
+        after_first = num_loaded - 1 - read.num_by(now_ns, write.within_ns(now_ns, size), size)
+        self.num_pages = max(0, min(in_time, after_first))
+
+    def add(self, node: Node, start: int, end: int) -> None:
+        """Note that pages [start, end) of `node` are evicted, as far as a request could look them up."""
+        content = node.content
+        end = min(end, content.num_known_pages)
+        if start >= end:
+            return
+        page_ids = [] if node.page_ids is None else node.page_ids[start - node.start : end - node.start]
+        if self._runs and precedes(content, end, *self._runs[-1][:2]):
+            content, _, end, later_ids = self._runs.pop()
+            page_ids += later_ids
+        self._runs.append((content, start, end, page_ids))
+
+    def take(self) -> list[tuple[Content, int, int, list[PageId]]]:
+        """Return these pages, with their ids if they have any, the last to be evicted first."""
+        runs, self._runs = self._runs, []
+        runs.reverse()
+        return runs
 
 
 class LateSpills(Backlog):

@@ -120,7 +120,7 @@ class MemoryTier:
         self.index.note_spilled(content, start, end)
 
     def num_forsaken(self, limit: int) -> int:
-        """Return how many of the next `limit` evictions have waited half as long again as any page that was used."""
+        """Return how many of the next `limit` evictions have waited twice as long as any page that was used."""
         return self.index.num_forsaken(limit)
 
     def held(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:

@@ -81,14 +81,18 @@ class Copies:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Loading(Copies):
-    """The copies of a load for `request`, whose pages from `start` on it fills, `by_tier` from each tier."""
+    """The copies of a load for `request`, whose pages from `start` on it fills, `by_tier` from each tier.
 
-    __slots__ = ("by_tier", "reads", "start")
+    `displaced`: the store of pages that it overwrites, if there is one.
+    """
+
+    __slots__ = ("by_tier", "displaced", "reads", "start")
 
     def __init__(self, request: int, start: int, by_tier: tuple[int, ...] = ()) -> None:
         super().__init__(request=request)
         self.start = start
         self.by_tier = by_tier
+        self.displaced: Copies | None = None
         self.reads: list[Read] = []
 
 

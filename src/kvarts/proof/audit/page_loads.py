@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from kvarts.core.events import (
     LoadAwaited,
@@ -36,6 +37,8 @@ class PageLoads:
         self._loads_have_turns = loads_have_turns
         self._kept: dict[int, list[Keep]] = {}
         """Pages that each transfer reads."""
+        self._displaced: tuple[int, set[bytes]] = -1, set()
+        """The newest load, and the pages that it evicted: the next transfer may store these before it fills them."""
         self._leaders: dict[int, int] = {}
         """Requests of the loads in progress, by transfer."""
         self.loaded: list[int] = []
@@ -97,7 +100,11 @@ class PageLoads:
         """Take the pages of a load, which brings what is found below."""
         known = self._facts.requests[event.request]
         self._facts.hit(known, event.request, event.num_hit_pages, None)
+        happened = self._facts.ledger.happened
+        num_happened = len(happened)
         self._facts.held.take_pages(known, event.num_held_pages * self._facts.page_size)
+        evicted = {each.name for each in islice(happened, num_happened, None) if each.what == "evicted"}
+        self._displaced = event.transfer, evicted
         below = self.found_below(known, event.num_hit_pages)
         if known.offer is not None and known.offer[0] == event.num_hit_pages:
             below = known.offer[1]
@@ -170,13 +177,15 @@ class PageLoads:
         """Keep the pages that a store reads."""
         if event.medium != self._first_tier:
             return  # read from the tier above, which holds its own pages
+        load, displaced = self._displaced
         for content, start, end in event.runs:
             for page in range(start, end):
-                kept = self._facts.ledger.keep(0, self._facts.digest(content, page))
-                if kept is None:
-                    self._facts.find("is to be stored and is not resident", content.owner, page)
-                else:
+                digest = self._facts.digest(content, page)
+                kept = self._facts.ledger.keep(0, digest)
+                if kept is not None:
                     self._kept.setdefault(event.transfer, []).append(kept)
+                elif event.transfer != load + 1 or digest not in displaced:
+                    self._facts.find("is to be stored and is not resident", content.owner, page)
 
     def end(self, event: TransferEnded) -> None:
         """End a transfer: its pages are kept no longer, or wait for the next step."""
