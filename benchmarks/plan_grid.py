@@ -26,7 +26,7 @@ from kvarts.plan.cache import CachePlan
 from kvarts.plan.fleet_search import FleetKinds
 from kvarts.plan.fleets import plan_fleets
 from kvarts.plan.purchases import SIZE_RATIO, Prices, host_sizes, policies_of, with_memory
-from kvarts.plan.replays import share_kept
+from kvarts.plan.replays import PlanProgress, share_kept
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replaying import replay
 from kvarts.sim.report.requests import COMPLETED, RequestLog
@@ -157,7 +157,9 @@ def main() -> int:
         trace = sliced(load_trace(case.trace), count=arguments.requests)
         replays = Counter()
         begun = time.process_time()
-        plan = plan_fleets(trace, case.gpus, slo_share=case.slo_share, on_replay=replays.add, **case.settings)
+        plan = plan_fleets(
+            trace, case.gpus, slo_share=case.slo_share, progress=PlanProgress(replays.add), **case.settings
+        )
         of_plan_s, begun = time.process_time() - begun, time.process_time()
         best = plan.options[0] if plan.options[0]["keeps_slo"] else None
         price, name, num = cheapest_of_grid(trace, case)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvarts.cost.polynomial import LinearCost
 from kvarts.plan.cache import CachePlan
+from kvarts.plan.confidence import Goal
 from kvarts.plan.latency import MOST_REPLICAS, AnswerSearch, LatencyPlan, lowest_known
 from kvarts.plan.purchases import FEW, Prices, first_that
 from kvarts.plan.replays import SizeOption
@@ -132,7 +133,7 @@ class Shares:
 @example({FEW})
 @given(st.sets(st.integers(1, 12)))
 def test_a_few_replicas_are_found_whatever_more_of_them_do(keeping: set[int]) -> None:
-    search = AnswerSearch(ReplayConfig(num_pages=8, page_size=4), [], Prices(), slo_share=0.5)
+    search = AnswerSearch(ReplayConfig(num_pages=8, page_size=4), [], Goal(0.5))
     shares = Shares(keeping)
     found = search.alone(shares)  # type: ignore[arg-type]
     if (fewest := min(keeping, default=MOST_REPLICAS)) <= FEW:
@@ -155,7 +156,7 @@ def test_of_all_steps_replayed_the_cheapest_is_the_lowest_that_keeps_the_slo(
         slo=Slo(ttft_ms=ttft_ms),
     )
     curves = CachePlan(trace, page_size)
-    plan = LatencyPlan(curves, config, command=repr, slo_share=share / 4, reused_pages=curves.curve.most_pages)
+    plan = LatencyPlan(curves, config, Goal(share / 4), command=repr, reused_pages=curves.curve.most_pages)
     found = plan.to_builtins()
     kept = [
         (point["replicas"], point["host_bytes"])

@@ -20,7 +20,7 @@ from kvarts.cli.argument_lines import options_of, settings_of_line
 from kvarts.cost.polynomial import LinearCost
 from kvarts.plan import Plan
 from kvarts.plan.cache import CachePlan
-from kvarts.plan.confidence import cost_error_of
+from kvarts.plan.confidence import Goal, cost_error_of
 from kvarts.plan.fleets import plan_fleets
 from kvarts.plan.latency import LatencyPlan
 from kvarts.plan.purchases import (
@@ -34,7 +34,7 @@ from kvarts.plan.purchases import (
     policies_of,
     with_memory,
 )
-from kvarts.plan.replays import share_kept
+from kvarts.plan.replays import PlanProgress, share_kept
 from kvarts.plan.routers import RoutersPlan
 from kvarts.plan.serve_lines import serve_lines
 from kvarts.plan.users import UsersPlan
@@ -73,7 +73,7 @@ def test_the_answer_is_the_cheapest_of_a_grid_within_one_step(
     curves = CachePlan(trace, 4)
     reused = curves.curve.most_pages
     plan = LatencyPlan(
-        curves, config, command=repr, slo_share=share / 4, prices=prices, reused_pages=reused, is_quick=True
+        curves, config, Goal(share / 4, prices=prices or Prices(), is_quick=True), command=repr, reused_pages=reused
     )
     found = plan.to_builtins()
     sizes = host_sizes(config, reused)
@@ -264,7 +264,7 @@ def test_a_plan_of_sglang_buys_host_memory_whose_line_starts_its_server() -> Non
     trace = Trace(rows, unit_tokens=1)
     curves = CachePlan(trace, 1)
     plan = LatencyPlan(
-        curves, config, command=repr, slo_share=0.8, prices=Prices(host_gib=1e-6), reused_pages=curves.curve.most_pages
+        curves, config, Goal(0.8, prices=Prices(host_gib=1e-6)), command=repr, reused_pages=curves.curve.most_pages
     )
     found = plan.to_builtins()
     (best, *_) = found["options"]
@@ -323,7 +323,7 @@ def test_an_interrupt_leaves_what_is_known() -> None:
     """After the fewest replicas are known, an interrupt leaves them as the answer."""
     trace, stop = small_trace(), Stop("1 replica")
     config = ReplayConfig(num_pages=64, page_size=16, slo=Slo(ttft_ms=60_000), cost=LinearCost(step_ms=1.0))
-    plan = LatencyPlan(CachePlan(trace, 16), config, command=repr, slo_share=0.5, on_answer=stop)
+    plan = LatencyPlan(CachePlan(trace, 16), config, Goal(0.5), command=repr, progress=PlanProgress(on_answer=stop))
     found = plan.to_builtins()
     assert not plan.is_complete and found["confidence"] is None
     assert [option["named"] for option in found["options"]] == ["1 replica"]
@@ -338,7 +338,7 @@ BUSY = ReplayConfig(
 
 def test_the_curve_is_the_first_answer_and_then_what_replays_show() -> None:
     stop = Stop("never")
-    found = kvarts.plan(small_trace(), BUSY, slo_share=0.7, quick=True, on_answer=stop).values
+    found = kvarts.plan(small_trace(), BUSY, slo_share=0.7, quick=True, progress=PlanProgress(on_answer=stop)).values
     assert found["is_complete"] and found["latency"]["options"][0]["named"] == "3 replicas"
     assert "the working set" in stop.answers[0]
     assert stop.answers[1:4] == [
@@ -350,12 +350,18 @@ def test_the_curve_is_the_first_answer_and_then_what_replays_show() -> None:
 
 
 def test_an_interrupted_search_names_the_cheapest_that_it_has_found() -> None:
-    found = kvarts.plan(small_trace(), BUSY, slo_share=0.7, on_answer=Stop("at most 4 replicas")).values
+    found = kvarts.plan(
+        small_trace(), BUSY, slo_share=0.7, progress=PlanProgress(on_answer=Stop("at most 4 replicas"))
+    ).values
     assert not found["is_complete"] and found["advice"] == "4 replicas keep the SLO for 70.0 % of requests"
     assert "Interrupted: this is what was known by then." in Plan(found).to_text()
-    found = kvarts.plan(small_trace(), BUSY, slo_share=0.7, on_answer=Stop("1 replica would")).values
+    found = kvarts.plan(
+        small_trace(), BUSY, slo_share=0.7, progress=PlanProgress(on_answer=Stop("1 replica would"))
+    ).values
     assert found["advice"].startswith("Nothing that was tried keeps the SLO for 70.0 % of requests: 1 replica for ")
-    found = kvarts.plan(small_trace(), BUSY, slo_share=0.7, on_answer=lambda *_: interrupt()).values
+    found = kvarts.plan(
+        small_trace(), BUSY, slo_share=0.7, progress=PlanProgress(on_answer=lambda *_: interrupt())
+    ).values
     assert "the working set" in found["advice"] and "latency" not in found
 
 
@@ -456,14 +462,14 @@ def test_interrupted_searches_for_users_fleets_and_routers_have_what_was_replaye
     settings: dict[str, Any] = {"model": "llama-3.1-8b", "device": "h100-80gb", "slo_ttft_ms": 5_000}
     config = ReplayConfig.for_device(**settings, replicas=2)
 
-    users = UsersPlan(agents, config, 1, 8, slo_share=0.5, on_replay=InterruptAt(3)).to_builtins()
+    users = UsersPlan(agents, config, (1, 8), Goal(0.5), progress=PlanProgress(InterruptAt(3))).to_builtins()
     assert not users["is_complete"] and [point["users"] for point in users["points"]] == [1, 2]
     kept = [point["users"] for point in users["points"] if point["slo_ratio"] >= 0.5]
     assert users["fits"] == max(kept, default=None) and users["host"] is None
     names = ["prefix", "session", "least-loaded"]
-    routers = RoutersPlan(agents, config, names, on_replay=InterruptAt(2)).to_builtins()
+    routers = RoutersPlan(agents, config, names, progress=PlanProgress(InterruptAt(2))).to_builtins()
     assert not routers["is_complete"] and [point["router"] for point in routers["points"]] == names[:2]
-    fleets = plan_fleets(agents, 2, slo_share=0.9, on_replay=InterruptAt(3), **settings).values["fleets"]
+    fleets = plan_fleets(agents, 2, slo_share=0.9, progress=PlanProgress(InterruptAt(3)), **settings).values["fleets"]
     assert not fleets["is_complete"] and fleets["num_replayed"] == 3 and fleets["options"]
 
 
@@ -480,7 +486,7 @@ def small_trace() -> Trace:
 def test_given_host_memory_is_part_of_the_answer_and_its_price() -> None:
     config = ReplayConfig.for_device("llama-3.1-8b", "h100-80gb", host_memory="20GiB", slo_ttft_ms=60_000)
     trace = small_trace()
-    found = LatencyPlan(CachePlan(trace, 16), config, command=repr, slo_share=0.5, is_quick=True).to_builtins()
+    found = LatencyPlan(CachePlan(trace, 16), config, Goal(0.5, is_quick=True), command=repr).to_builtins()
     (option,) = found["options"]
     assert option["named"] == "1 GPU and 20 GiB of host memory (eager stores)"
     assert option["price_per_hour"] == pytest.approx(1 + 20 / 1024, abs=1e-3)

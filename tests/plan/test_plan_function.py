@@ -140,7 +140,7 @@ def test_the_command_of_users_is_the_function(few_agents: tuple[Path, Path], run
     assert run_command(*line, "--prices", prices) == 0
     printed = json.loads(capsys.readouterr().out)
     config = ReplayConfig.for_device("llama-3.1-8b", "H100", slo_ttft_ms=150)
-    plan = plan_users(trace, config, 1, 8, slo_share=0.7, prices=prices)
+    plan = plan_users(trace, config, (1, 8), slo_share=0.7, prices=prices)
     assert bare(printed) == bare(json.loads(plan.to_json()))
     users = plan.values["users"]
     answer = plan.options[0]

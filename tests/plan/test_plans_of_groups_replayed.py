@@ -13,6 +13,7 @@ import kvarts
 from kvarts.core.config import Slo, StateMode
 from kvarts.core.kv.groups import PartGroup
 from kvarts.cost.polynomial import LinearCost
+from kvarts.plan.confidence import Goal
 from kvarts.plan.users import UsersPlan
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replaying import replay
@@ -64,7 +65,7 @@ def test_points_of_latency(trace: Trace, config: ReplayConfig) -> None:
 
 @given(small_traces().filter(lambda trace: trace.has_sessions), configs(), st.integers(2, 5))
 def test_points_of_users(trace: Trace, config: ReplayConfig, most_users: int) -> None:
-    plan = UsersPlan(trace, config, 1, most_users, slo_share=0.8).to_builtins()
+    plan = UsersPlan(trace, config, (1, most_users), Goal(0.8)).to_builtins()
     assert plan["points"]
     for point in plan["points"]:
         copies = -(-point["users"] // plan["num_sessions"])

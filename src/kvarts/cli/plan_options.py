@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kvarts.base.settings import Given
     from kvarts.plan.fleet_search import FleetKinds
     from kvarts.plan.planning import Plan
+    from kvarts.plan.replays import PlanProgress
     from kvarts.sim.config import ReplayConfig
     from kvarts.sim.traffic.trace import Trace
 
@@ -111,7 +113,7 @@ class PlanOptions(CommandLines):
         from kvarts.plan.planning import make_plan
 
         try:
-            with Progress("planning", None, "replays") as progress:
+            with _progress() as progress:
                 return make_plan(
                     self._traffic,
                     self._config,
@@ -127,8 +129,7 @@ class PlanOptions(CommandLines):
                     kv_bytes_per_token=None if self._config is None else self._token_bytes(),
                     commands=self,
                     workers=self._call.workers,
-                    on_replay=progress.update,
-                    on_answer=progress.firm_up,
+                    progress=progress,
                 )
         except SettingError as error:
             raise _as_options(error) from error
@@ -139,20 +140,18 @@ class PlanOptions(CommandLines):
 
         config = self._timed("--users")
         try:
-            with Progress("planning", None, "replays") as progress:
+            with _progress() as progress:
                 return plan_users(
                     self._traffic,
                     config,
-                    low,
-                    high,
+                    (low, high),
                     commands=self,
                     slo_share=self._call.slo_share,
                     cost_error=self._call.cost_error,
                     prices=prices,
                     quick=self._call.quick,
                     workers=self._call.workers,
-                    on_replay=progress.update,
-                    on_answer=progress.firm_up,
+                    progress=progress,
                 ).values
         except ConfigError as error:
             if error.field != "users":
@@ -166,7 +165,7 @@ class PlanOptions(CommandLines):
 
         config = self._timed("--routers")
         try:
-            with Progress("planning", None, "replays") as progress:
+            with _progress() as progress:
                 return plan_routers(
                     self._traffic,
                     config,
@@ -177,8 +176,7 @@ class PlanOptions(CommandLines):
                     prices=prices,
                     quick=self._call.quick,
                     workers=self._call.workers,
-                    on_replay=progress.update,
-                    on_answer=progress.firm_up,
+                    progress=progress,
                 ).values
         except SettingError as error:
             of_names = ("router", "routers")
@@ -187,20 +185,18 @@ class PlanOptions(CommandLines):
 
     def fleets(self, kinds: FleetKinds, prices: Path | None) -> dict[str, Any]:
         """Return the search among `kinds` of fleets. `prices`: a file of them."""
+        from kvarts.plan.confidence import Goal
         from kvarts.plan.fleets import FleetsPlan
         from kvarts.plan.planning import prices_of
 
-        with Progress("planning", None, "replays") as progress:
+        with _progress() as progress:
             fleets = FleetsPlan(
                 self._traffic,
                 kinds,
+                Goal(self._call.slo_share, self._call.cost_error, prices_of(prices, kinds.first.cost)),
                 command=self.replay,
-                slo_share=self._call.slo_share,
-                cost_error=self._call.cost_error,
-                prices=prices_of(prices, kinds.first.cost),
                 workers=self._call.workers,
-                on_replay=progress.update,
-                on_answer=progress.firm_up,
+                progress=progress,
             ).to_builtins()
         return {
             "trace": self._traffic.name,
@@ -274,6 +270,15 @@ def fleet_kinds(given: Given, most_devices: int, routers: str | None, stores: st
         raise _as_options(error) from error
     tell_whole_pages(kinds.first)
     return kinds
+
+
+@contextmanager
+def _progress() -> Iterator[PlanProgress]:
+    """Show the progress of a plan, which the value receives."""
+    from kvarts.plan.replays import PlanProgress
+
+    with Progress("planning", None, "replays") as progress:
+        yield PlanProgress(progress.update, progress.firm_up)
 
 
 def _as_options(error: SettingError) -> ConfigError:

@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from kvarts.base.settings import SettingError
 from kvarts.base.units import as_percent
-from kvarts.plan.purchases import first_from, first_that
+from kvarts.plan.purchases import Prices, first_from, first_that
 
 if TYPE_CHECKING:
     from kvarts.sim.config import ReplayConfig
@@ -21,6 +24,8 @@ __all__ = [
     "EIGHTHS",
     "NUM_WORLDS",
     "SLOWER_WORLDS",
+    "SLO_SHARE",
+    "Goal",
     "cost_error_of",
     "error_of",
     "find_confidence",
@@ -34,6 +39,7 @@ __all__ = [
     "would_change",
 ]
 
+SLO_SHARE = 0.99
 COST_ERROR = 0.15
 """Relative error of costs that is assumed if the cost model gives none."""
 NINE_IN_TEN = 1.28
@@ -61,6 +67,32 @@ WORDS = {
     "extrapolated": "this device was not measured",
     "unknown": "no measurement is known for these step times",
 }
+
+
+class Goal(msgspec.Struct, frozen=True):
+    """What an answer of a plan must keep, and how it is judged.
+
+    `slo_share`: the share of requests that must keep the SLO. `cost_error`: relative error of costs, for which the
+    answer must hold; None: that of the cost model. `prices`: decide which answer is the cheapest. `is_quick`: without
+    replays of other traffic. Raises SettingError for an error of costs that is no share.
+    """
+
+    slo_share: float = SLO_SHARE
+    cost_error: float | None = None
+    prices: Prices = Prices()
+    is_quick: bool = False
+
+    def __post_init__(self) -> None:
+        if self.cost_error is not None and not 0 < self.cost_error < 1:
+            raise SettingError(f"must be between 0 and 1, got {self.cost_error}", "cost_error")
+
+    def error(self, config: ReplayConfig, trace: Trace) -> float:
+        """Return the relative error of the costs of `config` on `trace`."""
+        return cost_error_of(config, trace) if self.cost_error is None else self.cost_error
+
+    def prices_to_builtins(self) -> dict[str, Any]:
+        """Return the prices, and the sentence that states them, JSON-able."""
+        return {**msgspec.to_builtins(self.prices), "text": self.prices.sentence()}
 
 
 def cost_error_of(config: ReplayConfig, trace: Trace) -> float:

@@ -18,8 +18,9 @@ from kvarts.base.units import as_percent
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.commands import command_line
 from kvarts.plan.confidence import (
+    SLO_SHARE,
     SLOWER_WORLDS,
-    cost_error_of,
+    Goal,
     find_confidence,
     how_long,
     largest_rate,
@@ -37,7 +38,6 @@ from kvarts.plan.fleet_search import (
     FleetSearch,
     workers_of,
 )
-from kvarts.plan.latency import OnAnswer
 from kvarts.plan.planning import FLEET_VALUES, Plan, prices_of
 from kvarts.plan.purchases import (
     Prices,
@@ -50,7 +50,7 @@ from kvarts.plan.purchases import (
     policies_of,
     with_host_memory,
 )
-from kvarts.plan.replays import NO_CHANGE, changed_summary, share_kept
+from kvarts.plan.replays import NO_CHANGE, UNSEEN, PlanProgress, changed_summary, share_kept
 from kvarts.plan.serve_lines import serve_lines
 from kvarts.plan.tables import money_of
 from kvarts.sim.config import SECTIONS, TABLES, ReplayConfig
@@ -77,7 +77,7 @@ NUM_SENSITIVITY = 12
 
 
 class FleetsPlan:
-    """Search among `kinds` of fleets for the highest goodput on `trace`, by the SLO that `slo_share` of requests keep.
+    """Search among `kinds` of fleets for the highest goodput on `trace`, by the SLO that enough requests keep.
 
     `command` returns the command line of a replay, given its changes by setting key. `workers`: processes that replay;
     they do not change the result.
@@ -87,26 +87,23 @@ class FleetsPlan:
         self,
         trace: Trace,
         kinds: FleetKinds,
+        goal: Goal,
         *,
         command: Callable[[Mapping[str, Any]], str],
-        slo_share: float = 0.99,
-        cost_error: float | None = None,
-        prices: Prices | None = None,
         workers: int | None = 1,
-        on_replay: Callable[[], object] | None = None,
-        on_answer: OnAnswer | None = None,
+        progress: PlanProgress = UNSEEN,
     ) -> None:
         self._kinds = kinds
         self._slo = kinds.first.slo
         self._trace = trace
         self._most_devices = kinds.most_devices
         self._command = command
-        self._slo_share = slo_share
+        self._goal = goal
+        self._slo_share = goal.slo_share
         self._num_workers = workers
-        self._on_replay = on_replay
-        self._on_answer = on_answer or (lambda *_: None)
-        self._cost_error = cost_error_of(kinds.first, trace) if cost_error is None else cost_error
-        self._prices = prices or Prices()
+        self._progress = progress
+        self._cost_error = goal.error(kinds.first, trace)
+        self._prices = goal.prices
         self._points: dict[Fleet, Point] = {}
         self._configs: dict[str, Any] = {}
         """What was replayed, by the names of points."""
@@ -131,11 +128,11 @@ class FleetsPlan:
             )
             try:
                 search.run()
-                self._on_answer(self._answer(self._within(search)), NUM_LEFT)
+                self._progress.on_answer(self._answer(self._within(search)), NUM_LEFT)
                 self._add_host_memory(search, processes)
-                self._on_answer(self._answer(self._within(search)), len(SLOWER_WORLDS) // 2)
+                self._progress.on_answer(self._answer(self._within(search)), len(SLOWER_WORLDS) // 2)
                 self._find_confidence(search)
-                self._on_answer(self._answer(self._within(search)), NUM_SENSITIVITY)
+                self._progress.on_answer(self._answer(self._within(search)), NUM_SENSITIVITY)
                 self._find_sensitivity(search, processes)
             except KeyboardInterrupt:
                 search.known.update({fleet: self._outcome(point) for fleet, point in self._points.items()})
@@ -152,7 +149,7 @@ class FleetsPlan:
             "slo": {name: getattr(self._slo, name) for name in self._slo.__struct_fields__},
             "slo_share": self._slo_share,
             "is_complete": self.is_complete,
-            "prices": {**msgspec.to_builtins(self._prices), "text": self._prices.sentence()},
+            "prices": self._goal.prices_to_builtins(),
             "confidence": self._confidence,
             "sensitivity": self._sensitivity,
             "compared_by": self._measure,
@@ -208,11 +205,10 @@ class FleetsPlan:
                 "on_front": False,
                 "command": self._command(changes),
             }
-            if self._on_replay is not None:
-                self._on_replay()
+            self._progress.on_replay()
         if kept := [point for point in self._points.values() if self._keeps(point)]:
             cheapest = min(kept, key=lambda point: (point["price_per_hour"], point["name"]))
-            self._on_answer(f"at most {_in_words(cheapest)}", NUM_LEFT + BATCH)
+            self._progress.on_answer(f"at most {_in_words(cheapest)}", NUM_LEFT + BATCH)
         return [self._outcome(self._points[fleet]) for fleet in fleets]
 
     def _outcome(self, point: Point) -> FleetOutcome:
@@ -279,8 +275,7 @@ class FleetsPlan:
             "offload.policy": bought.policy,
         }
         config = self._kinds.config_of(changes)
-        if self._on_replay is not None:
-            self._on_replay()
+        self._progress.on_replay()
         described = _described(kind, fleet, config, changes)
         name = described["name"] + host_memory_of(bought.num_devices * bought.host_bytes, bought.policy)
         self._configs[name] = config
@@ -303,8 +298,7 @@ class FleetsPlan:
         config = self._configs[best["name"]]
 
         def replayed(factor: float) -> tuple[bool, float]:
-            if self._on_replay is not None:
-                self._on_replay()
+            self._progress.on_replay()
             slower = _changed(config, lambda each: {"cost_factor": each.cost_factor * factor})
             row = _replayed(self._trace, slower)
             return self._keeps(row), row["goodput_per_s"]
@@ -323,8 +317,7 @@ class FleetsPlan:
         def share(*, rate: float = speedup, length: float = 1.0, agents: float = NO_CHANGE) -> float:
             case = rate, length, agents
             if case not in asked:
-                if self._on_replay is not None:
-                    self._on_replay()
+                self._progress.on_replay()
                 at_rate = _changed(config, lambda each: {"speedup": rate})
                 asked[case] = share_kept(processes.all(changed_summary, [(at_rate, length, agents)])[0]) or 0.0
             return asked[case]
@@ -356,8 +349,7 @@ class FleetsPlan:
         changes = self._kinds.changes(kind, fleet.counts, is_scaled=True)
         row = _replayed(self._trace, config)
         del row["goodput_per_s_per_device"]
-        if self._on_replay is not None:
-            self._on_replay()
+        self._progress.on_replay()
         return {
             "policy": self._kinds.scaler,
             "begins_as": fixed["name"],
@@ -491,11 +483,11 @@ def plan_fleets(
     *,
     routers: Sequence[str] = (),
     stores: Sequence[str] = (),
-    slo_share: float = 0.99,
+    slo_share: float = SLO_SHARE,
     cost_error: float | None = None,
     prices: Prices | Path | str | None = None,
     workers: int | None = 1,
-    on_replay: Callable[[], object] | None = None,
+    progress: PlanProgress = UNSEEN,
     **settings: Any,
 ) -> Plan:
     """Search for the fleets of at most `gpus` devices with the highest goodput, as `kvarts plan fleet --gpus` does.
@@ -513,17 +505,8 @@ def plan_fleets(
 
     kinds = FleetKinds(given, sections, gpus, routers=routers, stores=stores)
     trace = trace_of(traffic)
-    plan = FleetsPlan(
-        trace,
-        kinds,
-        command=command,
-        slo_share=slo_share,
-        cost_error=cost_error,
-        prices=prices_of(prices, kinds.first.cost),
-        workers=workers,
-        on_replay=on_replay,
-    )
-    fleets = plan.to_builtins()
+    goal = Goal(slo_share, cost_error, prices_of(prices, kinds.first.cost))
+    fleets = FleetsPlan(trace, kinds, goal, command=command, workers=workers, progress=progress).to_builtins()
     config = kinds.first.to_builtins()
     return Plan({"trace": trace.name, "config": config, "fleets": fleets, "advice": fleets["answer"]})
 

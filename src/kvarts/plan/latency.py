@@ -24,7 +24,7 @@ from kvarts.core.parts.combines import check_combination
 from kvarts.plan.cache import HitPlan
 from kvarts.plan.confidence import (
     EIGHTHS,
-    cost_error_of,
+    Goal,
     find_confidence,
     how_long,
     largest_rate,
@@ -34,7 +34,6 @@ from kvarts.plan.confidence import (
 )
 from kvarts.plan.purchases import (
     FEW,
-    Prices,
     Purchase,
     between,
     first_from,
@@ -43,7 +42,7 @@ from kvarts.plan.purchases import (
     policies_of,
     with_host_memory,
 )
-from kvarts.plan.replays import Replays, SizeOption
+from kvarts.plan.replays import UNSEEN, PlanProgress, Replays, SizeOption
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.report.words import plus_minus
 from kvarts.sim.traffic.editing import can_lengthen, share_of_agents
@@ -67,8 +66,6 @@ MOST_WITH_HOST = 8
 """Most replicas that are tried with host memory if no number of them keeps the SLO without."""
 Option = dict[str, Any]
 Found = TypeVar("Found")
-OnAnswer = Callable[[str, int], object]
-"""Receives the answer so far, and how many replays are still to come, at most or about."""
 
 
 def lowest_known(
@@ -155,16 +152,16 @@ def _option(replays: Replays, name: str, step: SizeOption, what: str, slo_share:
 
 
 class AnswerSearch:
-    """The searches for what keeps the SLO for `slo_share` of the requests. Each depends on shares of replays alone.
+    """The searches for what keeps the SLO. Each depends on shares of replays alone.
 
-    `prices`: decide which of several answers is the cheapest. `sizes`: of host memory per device that are tried.
+    `sizes`: of host memory per device that are tried.
     """
 
-    def __init__(self, config: ReplayConfig, sizes: list[int], prices: Prices, slo_share: float) -> None:
+    def __init__(self, config: ReplayConfig, sizes: list[int], goal: Goal) -> None:
         self._config = config
         self._sizes = sizes
-        self._prices = prices
-        self._slo_share = slo_share
+        self._prices = goal.prices
+        self._slo_share = goal.slo_share
 
     def alone(self, replays: Replays) -> SizeOption | None:
         """Return the fewest replicas, with all their memory, that keep the SLO; one replica less does not."""
@@ -257,27 +254,21 @@ class AnswerSearch:
 class LatencyPlan:
     """Replays of one trace under `config`. The pages of `config` are all the KV memory that a replica can have.
 
-    `command` returns the command line that replays a step at a rate. `slo_share`: the share of requests that must keep
-    the SLO. `router`: used with more than one replica. `cost_error`: relative error of costs; None: `cost_error_of`.
-    `reused_pages`: the working set of the trace. `is_quick`: only the answer and its worlds. `processes`: those that
-    replay, which share the trace; default: this one. `on_answer` is called as the answer firms up. An interrupt
-    (KeyboardInterrupt) ends the searches, and the result is what was found until then.
+    `command` returns the command line that replays a step at a rate. `router`: used with more than one replica.
+    `reused_pages`: the working set of the trace. `processes`: those that replay, which share the trace; default: this
+    one. An interrupt (KeyboardInterrupt) ends the searches, and the result is what was found until then.
     """
 
     def __init__(
         self,
         plan: HitPlan,
         config: ReplayConfig,
+        goal: Goal,
         *,
         command: Callable[[dict[str, Any]], str],
-        slo_share: float = 0.99,
         router: str | RouterMaker = "prefix",
-        cost_error: float | None = None,
-        prices: Prices | None = None,
         reused_pages: int = 0,
-        is_quick: bool = False,
-        on_replay: Callable[[], object] | None = None,
-        on_answer: OnAnswer | None = None,
+        progress: PlanProgress = UNSEEN,
         processes: Processes | None = None,
     ) -> None:
         check_combination({**config.features, "plan": "command"})
@@ -289,12 +280,10 @@ class LatencyPlan:
             )
         self._plan = plan
         self._config = config
-        self._slo_share = slo_share
-        self._cost_error = cost_error_of(config, plan.trace) if cost_error is None else cost_error
-        self._prices = prices or Prices()
-        self._is_quick = is_quick
-        self._on_answer = on_answer or (lambda *_: None)
-        self._on_replay = on_replay or (lambda: None)
+        self._goal = goal
+        self._slo_share = goal.slo_share
+        self._cost_error = goal.error(config, plan.trace)
+        self._progress = progress
         self._num_left = 0
         self._alone: SizeOption | None = None
         """The fewest devices without host memory, once known."""
@@ -304,7 +293,7 @@ class LatencyPlan:
             plan, config, command=command, router=router, on_replay=self._before_replay, processes=processes
         )
         self._has_slo = any(getattr(config.slo, field) is not None for field in config.slo.__struct_fields__)
-        self._search = AnswerSearch(config.certain, host_sizes(config, reused_pages), self._prices, slo_share)
+        self._search = AnswerSearch(config.certain, host_sizes(config, reused_pages), goal)
         self.is_complete = True
 
     def to_builtins(self) -> dict[str, Any]:
@@ -323,7 +312,7 @@ class LatencyPlan:
             "slo_share": self._slo_share if self._has_slo else None,
             "router": self._replays.router,
             "cost_factor": config.cost_factor,
-            "prices": {**msgspec.to_builtins(self._prices), "text": self._prices.sentence()},
+            "prices": self._goal.prices_to_builtins(),
             "points": self._replays.points(),
             "confidence": found.get("confidence"),
             "sensitivity": found.get("sensitivity", {}),
@@ -357,19 +346,19 @@ class LatencyPlan:
             (10, self._find_with_host),
             (5, self._find_confidence),
         ]
-        if not self._is_quick:
+        if not self._goal.is_quick:
             stages += [
                 (8, self._find_rate), (3, self._find_spare), (2, self._find_length), (4, self._find_agents),
             ]  # fmt: skip
         left = self._num_left = sum(num for num, _ in stages)
-        self._on_answer("", left)
+        self._progress.on_answer("", left)
         try:
             for num, stage in stages:
                 self._is_bracketed = stage in (self._find_alone, self._find_with_host)
                 if found["steps"] or self._is_bracketed:
                     stage(found)
                 left = self._num_left = left - num
-                self._on_answer(self._named(found), left)
+                self._progress.on_answer(self._named(found), left)
         except KeyboardInterrupt:
             self.is_complete = False
             if self._is_bracketed and (best := self._cheapest_so_far()) not in (None, *found["steps"]):
@@ -379,8 +368,8 @@ class LatencyPlan:
     def _before_replay(self) -> None:
         if self._is_bracketed:
             self._num_left = max(1, self._num_left - 1)
-            self._on_answer(self._bracket(), self._num_left)
-        self._on_replay()
+            self._progress.on_answer(self._bracket(), self._num_left)
+        self._progress.on_replay()
 
     def _bracket(self) -> str:
         """Return the cheapest step so far that keeps the SLO, and the most devices so far that do not, in words.

@@ -47,7 +47,7 @@ class League:
         config: ReplayConfig | None = None,
         command: Callable[[str, int], str],
         replay_command: Callable[[str, int], str],
-        on_replay: Callable[[], object] | None = None,
+        on_replay: Callable[[], object] = lambda: None,
         processes: Processes | None = None,
     ) -> None:
         self._plan = plan
@@ -83,8 +83,7 @@ class League:
         cases = [(name, size) for size in replayed for name in self._makers]
         changed = [msgspec.structs.replace(config, eviction=self._makers[name], num_pages=size) for name, size in cases]
         for _ in cases:
-            if self._on_replay is not None:
-                self._on_replay()
+            self._on_replay()
         summaries = self._processes.all(summary_of, changed)
         return rows + [self._replayed(*case, summary) for case, summary in zip(cases, summaries, strict=True)]
 
@@ -111,8 +110,7 @@ class League:
             for each in (name, "lru")
         ]
         for _ in changed:
-            if self._on_replay is not None:
-                self._on_replay()
+            self._on_replay()
         found = [worth_of(summary) for summary in self._processes.all(summary_of, changed)]
         is_ahead = [ours > of_lru for ours, of_lru in zip(found[::2], found[1::2], strict=True)]
         confidence, times = find_lead(is_ahead, config.cost, cost_error)

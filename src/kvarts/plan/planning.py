@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,10 @@ from kvarts.base.units import parse_rate
 from kvarts.core.config import EngineConfig
 from kvarts.plan.cache import CachePlan, GroupPlan, HitPlan, PricedTier, TiersPlan, best_buy, prefill_s_per_token
 from kvarts.plan.commands import CommandLines, listed_tiers
-from kvarts.plan.confidence import cost_error_of
-from kvarts.plan.latency import NUM_POINTS, LatencyPlan, OnAnswer
+from kvarts.plan.confidence import SLO_SHARE, Goal
+from kvarts.plan.latency import NUM_POINTS, LatencyPlan
 from kvarts.plan.purchases import Prices, load_prices
+from kvarts.plan.replays import UNSEEN, PlanProgress
 from kvarts.plan.serve_lines import offload_of_vllm, serve_lines
 from kvarts.plan.tables import lead
 from kvarts.sim.replay import replay_one, trace_of
@@ -30,9 +31,8 @@ if TYPE_CHECKING:
     from kvarts.sim.replay import Traffic
     from kvarts.sim.traffic.trace import Trace
 
-__all__ = ["SLO_SHARE", "TOKEN_BYTES", "Plan", "check_cost_error", "make_plan", "prices_of"]
+__all__ = ["TOKEN_BYTES", "Plan", "make_plan", "prices_of"]
 
-SLO_SHARE = 0.99
 RATES = {"host": "50GB/s", "disk": "5GB/s"}
 """The bandwidth from each tier, if none is configured."""
 FLEET_VALUES = (
@@ -203,8 +203,7 @@ def make_plan(
     kv_bytes_per_token: int | None = None,
     commands: CommandLines | None = None,
     workers: int | None = 1,
-    on_replay: Callable[[], object] | None = None,
-    on_answer: OnAnswer | None = None,
+    progress: PlanProgress = UNSEEN,
 ) -> Plan:
     """Plan KV memory for `traffic`; with `config`, also replay some of the sizes.
 
@@ -217,14 +216,17 @@ def make_plan(
     Prices, or a file of them; default: relative ones.
     `kv_bytes_per_token`: that of the model of `config` by default. `commands`: builds the command lines of points.
     `workers`: processes that replay, with the same result; more than one requires a script that can be imported; None:
-    one per core, where that pays. `on_replay` is called before each replay, `on_answer` as the answer firms up, with
-    its words and the number of replays left. An interrupt after the curve is known returns what was found.
+    one per core, where that pays. `progress`: receives how far the plan is. An interrupt after the curve
+    is known returns what was found.
 
     Raise ConfigError for incompatible arguments, InputError for a trace that cannot be read.
     """
     trace = trace_of(traffic)
     answers = commands or CommandLines()
-    _check(config, prices, cost_error)
+    if config is None and prices is not None:
+        raise SettingError("needs a model and a device, or a cost", "prices", hint="Give {model} and {device}.")
+    known = None if config is None else prices_of(prices, config.cost)
+    goal = Goal(slo_share, cost_error, known or Prices(), quick)
     if config is not None:
         config = config.of_trace(trace)
     if page_size is None:
@@ -247,12 +249,11 @@ def make_plan(
         for point in values["at"]:
             point["command"] = answers.plan("--at", str(point["pages"]))
         try:
-            if on_answer is not None and config is not None and trace.knows_prefixes:
-                on_answer(lead(values), NUM_POINTS)
+            if config is not None and trace.knows_prefixes:
+                progress.on_answer(lead(values), NUM_POINTS)
             if policies:
-                values |= _league(counted, policies, config, at, cost_error, answers, on_replay, processes)
+                values |= _league(counted, policies, config, at, goal, answers, progress, processes)
             if config is not None:
-                known = prices_of(prices, config.cost)
                 if not _has_slo(config):
                     values["tiers"] = _tiers(
                         counted,
@@ -260,21 +261,17 @@ def make_plan(
                         None if prices is None else known,
                         kv_bytes_per_token,
                         answers,
-                        on_replay,
+                        progress,
                         processes,
                     )
                 latency = LatencyPlan(
                     counted,
                     config,
+                    goal,
                     command=answers.replay,
-                    slo_share=slo_share,
-                    cost_error=cost_error,
-                    prices=known,
                     reused_pages=curves.curve.most_pages if trace.knows_prefixes else 0,
                     router=_router_of(router, config),
-                    is_quick=quick,
-                    on_replay=on_replay,
-                    on_answer=on_answer,
+                    progress=progress,
                     processes=processes,
                 )
                 values["latency"] = latency.to_builtins()
@@ -287,19 +284,6 @@ def make_plan(
         _forget_hits(values)
     values["advice"] = lead(values)
     return Plan(values)
-
-
-def _check(config: ReplayConfig | None, prices: object, cost_error: float | None) -> None:
-    """Raise SettingError for prices without replays, and as `check_cost_error` does."""
-    if config is None and prices is not None:
-        raise SettingError("needs a model and a device, or a cost", "prices", hint="Give {model} and {device}.")
-    check_cost_error(cost_error)
-
-
-def check_cost_error(cost_error: float | None) -> None:
-    """Raise SettingError for an error of costs that is no share."""
-    if cost_error is not None and not 0 < cost_error < 1:
-        raise SettingError(f"must be between 0 and 1, got {cost_error}", "cost_error")
 
 
 def _has_slo(config: ReplayConfig) -> bool:
@@ -348,14 +332,14 @@ def _league(
     policies: Sequence[Any],
     config: ReplayConfig | None,
     sizes: Sequence[int] | None,
-    cost_error: float | None,
+    goal: Goal,
     commands: CommandLines,
-    on_replay: Callable[[], object] | None,
+    progress: PlanProgress,
     processes: Processes,
 ) -> dict[str, Any]:
     """Return a row per policy and size, rows of replays, and the one that gains most; None without replays.
 
-    `sizes`: None: the main knee and half of it. `cost_error`: None: that of the steps of `config`.
+    `sizes`: None: the main knee and half of it.
     """
     from kvarts.plan.league import League
 
@@ -366,7 +350,7 @@ def _league(
             config=config,
             command=lambda name, pages: commands.plan("--policy", name, "--at", str(pages)),
             replay_command=lambda name, pages: commands.replay({"eviction": name, "pages": pages}),
-            on_replay=on_replay,
+            on_replay=progress.on_replay,
             processes=processes,
         )
     except ConfigError as error:
@@ -374,8 +358,7 @@ def _league(
     rows = league.to_builtins(sizes if sizes is not None else curves.sizes_under_pressure)
     if config is None:
         return {"league": rows}
-    of_steps = cost_error_of(config, curves.trace) if cost_error is None else cost_error
-    return {"league": rows, "league_lead": league.lead(rows, of_steps)}
+    return {"league": rows, "league_lead": league.lead(rows, goal.error(config, curves.trace))}
 
 
 def _tiers(
@@ -384,7 +367,7 @@ def _tiers(
     known: Prices | None,
     token_bytes: int | None,
     commands: CommandLines,
-    on_replay: Callable[[], object] | None,
+    progress: PlanProgress,
     processes: Processes,
 ) -> dict[str, Any]:
     """Return the curve over host memory, and the savings of the next GiB of each tier."""
@@ -401,7 +384,9 @@ def _tiers(
     for name, rate in rates.items():
         pages = config.tiers.get(name, 0) * unit_bytes // page_bytes * config.replicas
         tiers.append(PricedTier(name=name, pages=pages, bytes_per_s=rate, price=prices.get(name)))
-    trials = ReplayTrials(replay_one, curves.trace, config, is_asked=True, on_replay=on_replay, processes=processes)
+    trials = ReplayTrials(
+        replay_one, curves.trace, config, is_asked=True, on_replay=progress.on_replay, processes=processes
+    )
     most_bytes = 0 if config.kv_groups == "off" else curves.most_below([0]) * page_bytes
     base = trials.replayed(0) if trials.can_have_host_memory else None
     found = None if base is None else trials.host_memory(base, most_bytes)

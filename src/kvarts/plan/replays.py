@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -21,7 +21,7 @@ from kvarts.sim.traffic.trace import Trace
 if TYPE_CHECKING:
     from kvarts.sim.router import RouterMaker
 
-__all__ = ["NO_CHANGE", "Replays", "SizeOption", "changed_summary", "changed_trace", "guesses"]
+__all__ = ["NO_CHANGE", "PlanProgress", "Replays", "SizeOption", "changed_summary", "changed_trace", "guesses"]
 __all__ += ["share_kept", "summary_of", "worth", "worth_of"]
 
 Found = TypeVar("Found")
@@ -118,6 +118,20 @@ class _Case(msgspec.Struct, frozen=True, order=True):
         )
 
 
+class PlanProgress(NamedTuple):
+    """Receives how far a plan is.
+
+    `on_replay` is called before each replay, and `on_answer` as the answer firms up, with its words and the number of
+    replays still to come, at most or about.
+    """
+
+    on_replay: Callable[[], object] = lambda: None
+    on_answer: Callable[[str, int], object] = lambda *_: None
+
+
+UNSEEN = PlanProgress()
+
+
 class Replays:
     """Replays of the trace of `plan` under `config`, with changes.
 
@@ -132,7 +146,7 @@ class Replays:
         *,
         command: Callable[[dict[str, Any]], str],
         router: str | RouterMaker,
-        on_replay: Callable[[], object] | None = None,
+        on_replay: Callable[[], object] = lambda: None,
         processes: Processes | None = None,
     ) -> None:
         self._routers: dict[str, str | RouterMaker] = {}
@@ -288,8 +302,7 @@ class Replays:
 
     def _summaries(self, cases: Sequence[_Case]) -> list[dict[str, Any]]:
         for _ in cases:
-            if self._on_replay is not None:
-                self._on_replay()
+            self._on_replay()
         return self._processes.all(changed_summary, [self._task_of(case) for case in cases])
 
     def _point(self, case: _Case) -> dict[str, Any]:

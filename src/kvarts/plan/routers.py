@@ -13,7 +13,7 @@ from kvarts.base.processes import Processes
 from kvarts.base.settings import SettingError
 from kvarts.plan.commands import CommandLines
 from kvarts.plan.confidence import (
-    cost_error_of,
+    Goal,
     find_lead,
     how_long,
     largest_rate,
@@ -21,9 +21,9 @@ from kvarts.plan.confidence import (
     shares_of_agents,
     would_change,
 )
-from kvarts.plan.planning import Plan, check_cost_error, prices_of
+from kvarts.plan.planning import Plan, prices_of
 from kvarts.plan.purchases import Prices, devices_of, given_host_bytes, per_million_tokens
-from kvarts.plan.replays import NO_CHANGE, changed_summary, share_kept, worth, worth_of
+from kvarts.plan.replays import NO_CHANGE, UNSEEN, PlanProgress, changed_summary, share_kept, worth, worth_of
 from kvarts.plan.serve_lines import serve_lines
 from kvarts.plan.tables import answer_of_routers
 from kvarts.sim.config import ReplayConfig
@@ -36,7 +36,6 @@ from kvarts.sim.traffic.editing import can_lengthen, share_of_agents
 from kvarts.sim.traffic.trace import Trace
 
 if TYPE_CHECKING:
-    from kvarts.plan.latency import OnAnswer
     from kvarts.sim.replay import Traffic
 
 __all__ = ["RoutersPlan", "plan_routers"]
@@ -52,10 +51,8 @@ class RoutersPlan:
     """Replays of `trace` under `config` behind each of `routers`.
 
     `ages`: ages of a router's view, such as 50ms, applied to its metrics and to the cache events it receives. A router
-    that uses neither is replayed once. `commands`: builds the command lines of replays. `cost_error`: relative error of
-    costs; None: that of the cost model. `is_quick`: without other traffic. `workers`: processes that replay.
-    `on_answer` is called as the answer firms up, with its words and the number of replays left. Raise ConfigError for
-    an unknown router, and for more than MOST_ROWS replays.
+    that uses neither is replayed once. `commands`: builds the command lines of replays. `workers`: processes that
+    replay. Raise ConfigError for an unknown router, and for more than MOST_ROWS replays.
     """
 
     def __init__(
@@ -64,14 +61,11 @@ class RoutersPlan:
         config: ReplayConfig,
         routers: Sequence[str],
         ages: Sequence[str] = (),
+        goal: Goal = Goal(),  # noqa: B008  (frozen)
         *,
         commands: CommandLines | None = None,
-        cost_error: float | None = None,
-        prices: Prices | None = None,
-        is_quick: bool = False,
         workers: int | None = 1,
-        on_replay: Callable[[], object] | None = None,
-        on_answer: OnAnswer | None = None,
+        progress: PlanProgress = UNSEEN,
     ) -> None:
         if config.replicas < 2:
             raise SettingError("needs replicas to choose from", "routers", hint="Give {replicas} 2 or more.")
@@ -81,12 +75,10 @@ class RoutersPlan:
         self._config = config.certain
         self._commands = commands or CommandLines()
         self._first_age = next(iter(ages), None)
-        self._cost_error = cost_error_of(config, trace) if cost_error is None else cost_error
-        self._prices = prices or Prices()
-        self._is_quick = is_quick
+        self._goal = goal
+        self._cost_error = goal.error(config, trace)
         self._num_workers = workers
-        self._on_replay = on_replay
-        self._on_answer = on_answer or (lambda *_: None)
+        self._progress = progress
         routing = Routing() if config.routing is None else config.routing
         assert isinstance(routing, Routing)
         self._cases: list[tuple[str, str | None, Routing, dict[str, Any]]] = []
@@ -114,8 +106,9 @@ class RoutersPlan:
             try:
                 for place, row in processes.results(_replayed, {str(at): self._at(at) for at in range(self._num)}):
                     found[int(place)] = row
-                    self._count()
-                self._on_answer(answer_of_routers(self._described(found, compared)), 2 * len(lead_factors(1.0)))
+                    self._progress.on_replay()
+                so_far = answer_of_routers(self._described(found, compared))
+                self._progress.on_answer(so_far, 2 * len(lead_factors(1.0)))
                 if (pair := self._pair(found)) is not None:
                     self._compare(*pair, processes, compared, lambda: self._described(found, compared))
             except KeyboardInterrupt:
@@ -128,10 +121,6 @@ class RoutersPlan:
     def _num(self) -> int:
         return len(self._cases)
 
-    def _count(self) -> None:
-        if self._on_replay is not None:
-            self._on_replay()
-
     def _at(self, place: int) -> ReplayConfig:
         router, _, routing, _ = self._cases[place]
         return msgspec.structs.replace(self._config, router=router, routing=routing)
@@ -140,7 +129,7 @@ class RoutersPlan:
         """Return what is known, JSON-able."""
         config, order = self._config, self._order(found)
         num_devices = devices_of(config) * config.replicas
-        price = self._prices.of(num_devices, given_host_bytes(config))
+        price = self._goal.prices.of(num_devices, given_host_bytes(config))
         points = {
             place: {"router": router, "age": age, **found[place], "command": self._commands.replay(changes)}
             for place, (router, age, _, changes) in enumerate(self._cases)
@@ -154,7 +143,7 @@ class RoutersPlan:
             "slo": {name: getattr(config.slo, name) for name in config.slo.__struct_fields__},
             "price_per_hour": price,
             "price_per_million_tokens": per_million_tokens(self._trace, price, config),
-            "prices": {**msgspec.to_builtins(self._prices), "text": self._prices.sentence()},
+            "prices": self._goal.prices_to_builtins(),
             **compared,
             "best": {
                 **points[order[0]],
@@ -191,15 +180,15 @@ class RoutersPlan:
         def is_ahead(changes: Mapping[str, Any], length: float = 1.0, agents: float = NO_CHANGE) -> bool:
             pair = [msgspec.structs.replace(self._at(place), **changes) for place in (best, second)]
             ours, others = processes.all(changed_summary, [(each, length, agents) for each in pair])
-            self._count()
-            self._count()
+            self._progress.on_replay()
+            self._progress.on_replay()
             return worth_of(ours) >= worth_of(others)
 
         worlds = [is_ahead({"cost_factor": config.cost_factor * each}) for each in lead_factors(self._cost_error)]
         compared["confidence"], times = find_lead(worlds, config.cost, self._cost_error)
         compared["sensitivity"] = sensitivity = {"step_times": times}
-        self._on_answer(answer_of_routers(known()), NUM_SENSITIVITY * (not self._is_quick))
-        if self._is_quick:
+        self._progress.on_answer(answer_of_routers(known()), NUM_SENSITIVITY * (not self._goal.is_quick))
+        if self._goal.is_quick:
             return
 
         def share(*, rate: float = config.speedup, length: float = 1.0, agents: float = NO_CHANGE) -> float:
@@ -223,29 +212,16 @@ def plan_routers(
     quick: bool = False,
     commands: CommandLines | None = None,
     workers: int | None = 1,
-    on_replay: Callable[[], object] | None = None,
-    on_answer: OnAnswer | None = None,
+    progress: PlanProgress = UNSEEN,
 ) -> Plan:
     """Compare `routers` on the replicas of `config`, as `kvarts plan routers` does.
 
     `ages`: as `RoutersPlan` has them; the other arguments are those of `kvarts.plan`. Raise ConfigError for an unknown
     router.
     """
-    check_cost_error(cost_error)
+    goal = Goal(cost_error=cost_error, prices=prices_of(prices, config.cost), is_quick=quick)
     trace = trace_of(traffic)
-    plan = RoutersPlan(
-        trace,
-        config,
-        routers,
-        ages,
-        commands=commands,
-        cost_error=cost_error,
-        prices=prices_of(prices, config.cost),
-        is_quick=quick,
-        workers=workers,
-        on_replay=on_replay,
-        on_answer=on_answer,
-    )
+    plan = RoutersPlan(trace, config, routers, ages, goal, commands=commands, workers=workers, progress=progress)
     found = plan.to_builtins()
     return Plan.of_replays(trace, config, answer_of_routers(found), routers=found)
 

@@ -22,14 +22,15 @@ from kvarts.plan.cache import CachePlan
 from kvarts.plan.commands import CommandLines
 from kvarts.plan.confidence import (
     EIGHTHS,
-    cost_error_of,
+    SLO_SHARE,
+    Goal,
     find_confidence,
     how_long,
     shares_of_agents,
     step_times,
     would_change,
 )
-from kvarts.plan.planning import SLO_SHARE, Plan, check_cost_error, prices_of
+from kvarts.plan.planning import Plan, prices_of
 from kvarts.plan.purchases import (
     Prices,
     Purchase,
@@ -43,7 +44,7 @@ from kvarts.plan.purchases import (
     with_host_memory,
     with_memory,
 )
-from kvarts.plan.replays import NO_CHANGE, changed_trace, guesses, share_kept
+from kvarts.plan.replays import NO_CHANGE, UNSEEN, PlanProgress, changed_trace, guesses, share_kept
 from kvarts.plan.serve_lines import serve_lines
 from kvarts.plan.tables import answer_for_users
 from kvarts.sim.config import ReplayConfig
@@ -55,7 +56,6 @@ from kvarts.sim.traffic.trace import Trace
 from kvarts.sim.trials import WORTHWHILE
 
 if TYPE_CHECKING:
-    from kvarts.plan.latency import OnAnswer
     from kvarts.sim.replay import Traffic
 
 __all__ = ["UsersPlan", "plan_users"]
@@ -90,41 +90,33 @@ class _Load(msgspec.Struct, frozen=True, order=True):
 
 
 class UsersPlan:
-    """Search for the most users, `low` to `high`, with which `slo_share` of the requests keep the SLO of `config`.
+    """Search for the most `users`, between two numbers, with which enough requests keep the SLO of `config`.
 
-    `commands`: builds the command lines of points. `cost_error`: relative error of costs; None: that of the cost model.
-    `is_quick`: only the answers and their confidence. `workers`: processes that replay. `on_answer` is called as the
-    answer firms up, with its words and the number of replays left.
+    `commands`: builds the command lines of points. `workers`: processes that replay.
     """
 
     def __init__(
         self,
         trace: Trace,
         config: ReplayConfig,
-        low: int,
-        high: int,
+        users: tuple[int, int],
+        goal: Goal,
         *,
         commands: CommandLines | None = None,
-        slo_share: float = SLO_SHARE,
-        cost_error: float | None = None,
-        prices: Prices | None = None,
-        is_quick: bool = False,
         workers: int | None = 1,
-        on_replay: Callable[[], object] | None = None,
-        on_answer: OnAnswer | None = None,
+        progress: PlanProgress = UNSEEN,
     ) -> None:
         if not trace.has_sessions:
             raise ConfigError("a user needs sessions, and the trace has none", field="users")
         self._trace = trace
         self._config = config
-        self._low, self._high = low, high
+        self._low, self._high = users
         self._commands = commands or CommandLines()
-        self._slo_share = slo_share
-        self._cost_error = cost_error_of(config, trace) if cost_error is None else cost_error
-        self._prices = prices or Prices()
-        self._is_quick = is_quick
-        self._on_replay = on_replay
-        self._on_answer = on_answer or (lambda *_: None)
+        self._goal = goal
+        self._slo_share = goal.slo_share
+        self._cost_error = goal.error(config, trace)
+        self._prices = goal.prices
+        self._progress = progress
         self._num_sessions = num_sessions(trace)
         self._has_slo = any(getattr(config.slo, field) is not None for field in config.slo.__struct_fields__)
         self._processes = Processes(workers, trace)
@@ -165,7 +157,7 @@ class UsersPlan:
             "num_sessions": self._num_sessions,
             "num_devices": self._num_devices,
             "is_on_device": self._config.placement is not None,
-            "prices": {**msgspec.to_builtins(self._prices), "text": self._prices.sentence()},
+            "prices": self._goal.prices_to_builtins(),
         }
 
     def _search_through(self, found: dict[str, Any]) -> None:
@@ -174,8 +166,8 @@ class UsersPlan:
             loads = [_Load(0, "", users) for users in sorted({self._low, (self._low + self._high) // 2, self._high})]
             self._asked(lambda asked: asked.all(loads))
             return
-        left = NUM_SEARCH + NUM_HOST + NUM_OPTIONS + NUM_CONFIDENCE + NUM_SENSITIVITY * (not self._is_quick)
-        self._on_answer("", left)
+        left = NUM_SEARCH + NUM_HOST + NUM_OPTIONS + NUM_CONFIDENCE + NUM_SENSITIVITY * (not self._goal.is_quick)
+        self._progress.on_answer("", left)
         fits, fails = self._search(_Load(0, "", self._low))
         found |= {"fits": fits, "fails_at": fails}
         self._tell(found, left := left - NUM_SEARCH)
@@ -190,7 +182,7 @@ class UsersPlan:
             answer["confidence"] = self._confidence(load)
         if answers:
             found |= {"answers": answers, "confidence": answers[0]["confidence"]}
-            self._tell(found, NUM_SENSITIVITY * (not self._is_quick))
+            self._tell(found, NUM_SENSITIVITY * (not self._goal.is_quick))
             self._find_sensitivity(answers[0], found["sensitivity"])
             answers[0]["would_change"] = would_change(found["sensitivity"])
 
@@ -198,7 +190,7 @@ class UsersPlan:
         """Report the answer so far."""
         answers = found["answers"] or self._answers(found)
         text = answer_for_users({**self._facts, **found, "answers": answers, "points": self._points()})
-        self._on_answer(text.partition(". ")[0], num_left)
+        self._progress.on_answer(text.partition(". ")[0], num_left)
 
     def _bracket(self) -> dict[str, Any]:
         """Return the most users so far that keep the SLO, and the fewest above them that do not."""
@@ -234,8 +226,7 @@ class UsersPlan:
         found = dict(self._processes.results(_summary_or_none, tasks))
         rows = []
         for option, (_, settings) in more.items():
-            if self._on_replay is not None:
-                self._on_replay()
+            self._progress.on_replay()
             if found.get(option) is not None:
                 rows.append({"option": option, **self._row(_Load(0, "", users), found[option], settings)})
         return rows
@@ -258,7 +249,7 @@ class UsersPlan:
         """Find how far step times, memory and the sessions may differ before an answer changes."""
         load = _Load(answer["host_bytes"], answer["policy"] or "", answer["users"])
         found["step_times"] = step_times(answer["confidence"])
-        if self._is_quick:
+        if self._goal.is_quick:
             return
         share_of_trace = share_of_agents(self._trace)
 
@@ -438,7 +429,7 @@ class UsersPlan:
 
     def _asked(self, search: Callable[[Inquiry[_Load]], Found]) -> Found:
         return self._processes.searched(
-            search, _summary, self._task_of, _guess, found=self._found, on_ask=self._on_replay
+            search, _summary, self._task_of, _guess, found=self._found, on_ask=self._progress.on_replay
         )
 
     def _copies_for(self, users: int) -> int:
@@ -486,8 +477,7 @@ PRICED = ("price_per_hour", "price_per_user_hour", "price_per_million_tokens")
 def plan_users(
     traffic: Traffic,
     config: ReplayConfig,
-    low: int,
-    high: int,
+    users: tuple[int, int],
     *,
     slo_share: float = SLO_SHARE,
     cost_error: float | None = None,
@@ -495,31 +485,16 @@ def plan_users(
     quick: bool = False,
     commands: CommandLines | None = None,
     workers: int | None = 1,
-    on_replay: Callable[[], object] | None = None,
-    on_answer: OnAnswer | None = None,
+    progress: PlanProgress = UNSEEN,
 ) -> Plan:
-    """Search for the most users, `low` to `high`, that keep the SLO of `config`, as `kvarts plan users` does.
+    """Search for the most `users`, between two numbers, that keep the SLO of `config`, as `kvarts plan users` does.
 
     The arguments are those of `kvarts.plan`. Raise ConfigError for a trace without sessions.
     """
-    check_cost_error(cost_error)
+    goal = Goal(slo_share, cost_error, prices_of(prices, config.cost), quick)
     trace = trace_of(traffic)
-    plan = UsersPlan(
-        trace,
-        config,
-        low,
-        high,
-        commands=commands,
-        slo_share=slo_share,
-        cost_error=cost_error,
-        prices=prices_of(prices, config.cost),
-        is_quick=quick,
-        workers=workers,
-        on_replay=on_replay,
-        on_answer=on_answer,
-    )
-    users = plan.to_builtins()
-    return Plan.of_replays(trace, config, answer_for_users(users), users=users)
+    found = UsersPlan(trace, config, users, goal, commands=commands, workers=workers, progress=progress).to_builtins()
+    return Plan.of_replays(trace, config, answer_for_users(found), users=found)
 
 
 def num_sessions(trace: Trace) -> int:

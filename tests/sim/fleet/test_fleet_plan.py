@@ -16,6 +16,7 @@ from kvarts import load_trace
 from kvarts.base.errors import ConfigError
 from kvarts.base.settings import Given, given_by_keywords
 from kvarts.cli.replaying import all_sections
+from kvarts.plan.confidence import Goal
 from kvarts.plan.fleet_search import FleetKinds, FleetSearch
 from kvarts.plan.fleets import FleetsPlan, plan_fleets
 from kvarts.sim.fleet.config import FleetConfig
@@ -94,7 +95,7 @@ def test_the_front_is_that_of_replaying_every_fleet(trace: Path, settings: Given
     """More workers never lower the goodput here, so the search loses nothing."""
     traffic = load_trace(trace)
     kinds = FleetKinds(settings, all_sections(), 4, routers=["least-loaded"])
-    found = FleetsPlan(traffic, kinds, command=str, slo_share=share).to_builtins()
+    found = FleetsPlan(traffic, kinds, Goal(share), command=str).to_builtins()
     assert not found["assumption"]["num_broken"] and found["assumption"]["num_pairs"]
     best: dict[int, float] = {}
     for fleet in (search := FleetSearch(kinds.families, 4, lambda fleets: [])).fleets:
