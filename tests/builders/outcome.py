@@ -46,15 +46,7 @@ def run_kvarts(case: Case, *, ranks: int = 1, **changes: Any) -> Outcome:
         engines, runner = open_ranks(config, readers)
         runners.append(runner)
     router = RoundRobin(len(engines))
-    arrivals = Arrivals(
-        trace,
-        config.source(trace),
-        router,
-        engines,
-        requests,
-        timeout_ns=config.client_timeout_ns,
-        stops=config.stop_tokens,
-    )
+    arrivals = Arrivals(trace, config.source(trace), router, engines, requests, config=config)
     Driver([arrivals], runners, ranks=ranks).run()
     return Outcome(requests, engines, steps, [seen.events for seen in kept])
 

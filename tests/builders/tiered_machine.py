@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvarts.core.content import Content
-from kvarts.core.kv.group_pages import GroupPages, GroupTable, IncomingParts, PinnedParts
+from kvarts.core.kv.group_pages import GroupPages, GroupsBelow, GroupTable, IncomingParts, PinnedParts
 from kvarts.core.kv.groups import GroupMemory, PartGroup, Retention
 from kvarts.core.kv.layers import KvKind
+from kvarts.core.kv.pool import CountPool, IdPool
 from kvarts.core.kv.runs import EvictionSlot, LruEntry, PartRun, RunTable
 from kvarts.core.kv.transfer import Direction, TransferReport
 from kvarts.core.tiers.channel import Channel
+from kvarts.core.tiers.config import OffloadConfig
 from kvarts.core.tiers.layout import ConnectedTier
 from kvarts.core.tiers.offloader import Offloader
 from kvarts.core.tiers.part_files import PartFiles
@@ -136,11 +138,10 @@ class TieredMachine(RuleBasedStateMachine):
         self.block_bytes = memory.block_bytes
         self.cache = GroupPages(
             memory,
-            num_blocks=num_blocks,
+            IdPool(num_blocks) if has_ids else CountPool(num_blocks),
             page_size=page_size,
             most_new_tokens=8,
-            with_ids=has_ids,
-            num_below=len(sizes),
+            below=GroupsBelow(len(sizes)),
         )
         self.parts = self.cache.parts
         self.incoming = cast(IncomingParts, self.cache.incoming)
@@ -175,7 +176,7 @@ class TieredMachine(RuleBasedStateMachine):
             swaps=bool(sizes),
             with_page_ids=has_ids,
         )
-        self.offloader = Offloader(self.cache, layout, with_page_ids=has_ids)
+        self.offloader = Offloader(self.cache, layout, OffloadConfig(), with_page_ids=has_ids)
         self.limit = limit
         self.model = self.open_model(
             [(group.layer, group.part_bytes) for group in memory.groups],

@@ -70,8 +70,6 @@ class ToyExecutor:
         self.tables: dict[int, list[int]] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
-        for row in plan.left_rows:
-            self.tables.pop(row, None)
         work: list[tuple[int, int, Words, bool]] = []
         drafts: dict[int, list[int]] = {}
         for chunk in plan.batch.chunks:

@@ -22,12 +22,12 @@ from kvarts.core.sched.plan import Batch
 from kvarts.core.sched.policy import AdmissionPolicy, PriorityPolicy, WaitingQueue
 from kvarts.core.sched.running import Running
 from kvarts.core.sched.scheduler import Scheduler
+from kvarts.core.sched.wheel import DecodeWheel
 from kvarts.core.tiers.config import OffloadConfig
 from kvarts.core.tiers.opening import prepare_tiers
 
 if TYPE_CHECKING:  # only an engine with KV groups, tiers, handoffs or page ids pays for them
-    from kvarts.core.kv.draft_states import DraftSpace
-    from kvarts.core.kv.group_pages import GroupPages
+    from kvarts.core.kv.group_pages import Decoding, GroupPages
     from kvarts.core.kv.groups import GroupMemory
     from kvarts.core.kv.transfer import LoadKv, PrefillNs
     from kvarts.core.sched.drafts import Drafter
@@ -253,18 +253,18 @@ class _Assembly:
         # As in vLLM, the block that stands for missing ones counts as memory here.
         num_pieces = 1 if self.storage.memory is None else self.storage.memory.num_pieces
         num_kept = int(config.watermark * (self.cache.pool.total // num_pieces + 1)) * num_pieces
+        batch = self._batch() if self.executor.needs_page_ids else None
+        running = planning.running(self.cache, DecodeWheel(config.page_size), batch, plans_ahead=planning.plans_ahead)
         scheduler = Scheduler(
             config,
             self.cache,
             self.pages,
             waiting,
-            batch=self._batch() if self.executor.needs_page_ids else None,
+            running,
             emit=self.emit,
             pins=self.pins,
-            lag=int(planning.plans_ahead),
             finds_prefixes=planning.finds_prefixes,
             num_kept=num_kept,
-            running=planning.running,
         )
         asked = Opening(
             scheduler,
@@ -316,6 +316,8 @@ class _Assembly:
         if memory is None or (memory.is_whole and counts_only and self.make_order is LruOrder):
             return _page_cache(self.config, self.make_order, below, self.emit, memory, with_page_ids=needs_ids)
         assert self.num_blocks is not None
+        from kvarts.core.kv.group_pages import Decoding
+
         return open_group_cache(
             self.config,
             memory,
@@ -324,9 +326,11 @@ class _Assembly:
             with_ids=needs_ids or storage.holds_pages or (below is not None and self.moves_pages),
             below=below,
             make_order=self.make_order,
-            plans_ahead=self.planning.plans_ahead,
-            drafts=None if self.planning.speculation is None else self.planning.speculation.space,
-            leaps_emitted=storage.leaps_emitted and not hands_over,
+            decoding=Decoding(
+                self.planning.plans_ahead,
+                storage.leaps_emitted and not hands_over,
+                None if self.planning.speculation is None else self.planning.speculation.space,
+            ),
         )
 
     def _queue(self) -> WaitingQueue:
@@ -387,19 +391,17 @@ def open_group_cache(
     with_ids: bool,
     below: PreparedTiers | None = None,
     make_order: Callable[[], EvictionOrder] = LruOrder,
-    plans_ahead: bool = False,
-    leaps_emitted: bool = False,
-    drafts: DraftSpace | None = None,
+    decoding: Decoding | None = None,
 ) -> GroupPages:
     """Return the cache of an engine for a model with the KV groups of `memory`, in `num_blocks` blocks.
 
     `with_ids`: parts have ids, which executors and pages kept in use between requests need. `emit` receives the events
     of parts. `below`: the tiers below it. `make_order`: makes the order in which runs of parts are evicted; LruOrder
-    stands for the cache's own list. `plans_ahead`, `leaps_emitted`, `drafts`: see GroupPages.
+    stands for the cache's own list. `decoding`: how pages of decodes are taken; None: one step after the other.
 
     Raise ConfigError for an order derived from LruOrder, which links whole pages.
     """
-    from kvarts.core.kv.group_pages import GroupPages
+    from kvarts.core.kv.group_pages import STEP_BY_STEP, GroupPages, GroupsBelow
 
     order = None if make_order is LruOrder else make_order()
     if getattr(order, "links_pages", False):
@@ -410,18 +412,14 @@ def open_group_cache(
         )
     return GroupPages(
         memory,
-        num_blocks=num_blocks,
+        IdPool(num_blocks) if with_ids else CountPool(num_blocks),
         page_size=config.page_size,
         most_new_tokens=config.max_num_batched_tokens,
-        with_ids=with_ids,
         emit=emit,
-        num_below=0 if below is None else len(below.tier_names),
-        watches_list=below is not None and below.is_lazy,
+        below=GroupsBelow() if below is None else GroupsBelow(len(below.tier_names), below.is_lazy),
         eviction_order=order,
         at_branches=config.snapshots == "branches",
-        plans_ahead=plans_ahead,
-        leaps_emitted=leaps_emitted,
-        drafts=drafts,
+        decoding=STEP_BY_STEP if decoding is None else decoding,
     )
 
 

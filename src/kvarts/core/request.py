@@ -70,10 +70,8 @@ class Request:
 
     `max_tokens`: number of tokens it generates, unless it stops earlier. `request_id`: its id outside this engine.
     `own`: pages that it brings along; it takes no others, hits none, is never preempted, and leaves them unchanged.
-    `start`: number of its tokens already computed in these pages. `computes_only`: it ends when its prompt is computed,
-    without sampling; `max_tokens` is 0. `is_handed_over`: its pages stay in use when it ends, and another engine
-    continues with them; `max_tokens` is 1. `stops`: its last token is one that ends it: an engine that plans ahead
-    computes that one too, as it does not know it in time.
+    `start`: number of its tokens already computed in these pages. Whoever makes it sets `computes_only`,
+    `is_handed_over` and `stops` before it is submitted.
     """
 
     __slots__ = (
@@ -128,9 +126,6 @@ class Request:
         request_id: str | None = None,
         own: PagesOfSession | None = None,
         start: int = 0,
-        computes_only: bool = False,
-        is_handed_over: bool = False,
-        stops: bool = False,
     ) -> None:
         self.index = index
         self.content = content
@@ -141,9 +136,13 @@ class Request:
         self.request_id = request_id
         self.own = own
         self.start = start
-        self.computes_only = computes_only
-        self.is_handed_over = is_handed_over
-        self.stops = stops
+        self.computes_only = False
+        """It ends when its prompt is computed, without sampling; `max_tokens` is 0."""
+        self.is_handed_over = False
+        """Its pages stay in use when it ends, and another engine continues with them; `max_tokens` is 1."""
+        self.stops = False
+        """Its last token is one that ends it: an engine that plans ahead computes that one too, as it does not know it
+        in time."""
 
         self.state: RequestState = NEW
         """Written only by `become`."""

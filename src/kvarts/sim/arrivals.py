@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvarts.core.request import Request, RequestState
 from kvarts.sim.report.requests import NO_REPLICA, REJECTED, RequestLog
 from kvarts.sim.router import Informed, Routed, Router
 from kvarts.sim.traffic.source import Source
 from kvarts.sim.traffic.trace import Trace, TraceRequest
+
+if TYPE_CHECKING:
+    from kvarts.sim.config import ReplayConfig
 
 __all__ = ["Arrivals", "SessionsKept"]
 
@@ -46,10 +49,10 @@ class Arrivals(Informed):
     """The traffic of one model. Its `engines`, all of one configuration, are behind `router`.
 
     Owner of the numbers that requests get in arrival order. `priority` is added to the priority of each request.
-    `sessions`: their state between turns; without it, a turn is a request like any other. `delay_ns`: time from the
-    sending of a request to its arrival at an engine. `timeout_ns`: time after sending at which the client gives the
-    request up, and sends it again if the source retries; a row may name an earlier time, after which it does not retry.
-    `stops`: requests end with a stop token.
+    `sessions`: their state between turns; without it, a turn is a request like any other. `config`: what clients and
+    the front end do: when a request that was sent arrives at an engine, after which time its client gives it up, and
+    sends it again if the source retries, and whether it ends with a stop token. A row may name an earlier time, after
+    which its client does not retry.
     """
 
     def __init__(
@@ -62,9 +65,7 @@ class Arrivals(Informed):
         *,
         priority: int = 0,
         sessions: SessionsKept | None = None,
-        delay_ns: int = 0,
-        timeout_ns: int | None = None,
-        stops: bool = False,
+        config: ReplayConfig | None = None,
     ) -> None:
         super().__init__(router, engines)
         self.source = source
@@ -82,11 +83,12 @@ class Arrivals(Informed):
         self._know_output = engines[0].config.profile != "mocker"
         self._lookahead = engines[0].scheduler.lookahead
         self._num_arrived = 0
-        self._delay_ns = delay_ns
-        self._timeout_ns = timeout_ns
-        self.has_timeout = timeout_ns is not None
+        self._delay_ns = 0 if config is None else config.frontend_ns
+        """Time from the sending of a request to its arrival at an engine."""
+        self._timeout_ns = None if config is None else config.client_timeout_ns
+        self.has_timeout = self._timeout_ns is not None
         """Whether clients give up requests of which no row says when."""
-        self._stops = stops
+        self._stops = config is not None and config.stop_tokens
         self._plans_ahead = engines[0].scheduler.ahead is not None
         self._held: dict[Request, TraceRequest] = {}
         """Requests that wait in the router, and their rows."""
@@ -110,8 +112,8 @@ class Arrivals(Informed):
             arrival_ns=now_ns - self._delay_ns,
             priority=row.priority + self._priority,
             request_id=row.request_id or str(row.row),
-            stops=self._stops or (row.stops and self._plans_ahead),
         )
+        request.stops = self._stops or (row.stops and self._plans_ahead)
         return request, row
 
     def expires(self, now_ns: int) -> bool:

@@ -196,9 +196,7 @@ def _done(
         replicas,
         requests,
         sessions=sessions,
-        delay_ns=config.frontend_ns,
-        timeout_ns=config.client_timeout_ns,
-        stops=config.stop_tokens,
+        config=config,
     )
     Driver([arrivals], runners, ranks=ranks, on_progress=on_progress).run()
     engines = [EngineTotals.of(replica.scheduler) for replica in replicas]

@@ -17,6 +17,7 @@ from kvarts.core.events import Event, PagesRemoved, PagesStored
 from kvarts.core.kv.group_pages import GroupPages, GroupTable
 from kvarts.core.kv.groups import GroupMemory, PartGroup
 from kvarts.core.kv.layers import KvLayer
+from kvarts.core.kv.pool import CountPool, IdPool
 from kvarts.core.kv.runs import RunMatch
 from kvarts.doors.kv_events.batches import Batch, EventGroup, Wire
 from kvarts.doors.kv_events.reader import KvEventReader
@@ -79,10 +80,9 @@ class SizesMachine(RuleBasedStateMachine):
         self.naive = NaiveBlocks(groups, total, interval, BUDGET)
         self.cache = GroupPages(
             memory,
-            num_blocks=total * self.pieces,
+            (IdPool if with_ids else CountPool)(total * self.pieces),
             page_size=self.page_size,
             most_new_tokens=BUDGET,
-            with_ids=with_ids,
             emit=self.follow if is_followed else None,
         )
         self.index = PartIndex(memory, self.page_size)

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from kvarts.core.content import Content
 from kvarts.core.kv.draft_states import DraftSpace
-from kvarts.core.kv.group_pages import GroupPages
+from kvarts.core.kv.group_pages import Decoding, GroupPages
 from kvarts.core.kv.groups import STATE_SPAN, GroupMemory, PartGroup
 from kvarts.core.kv.layers import KvLayer
+from kvarts.core.kv.pool import CountPool, IdPool
 
 FULL = PartGroup(KvLayer(kind="full", num_heads=1, head_numbers=1), part_bytes=1)
 STATES = PartGroup(KvLayer(kind="state", span=STATE_SPAN), part_bytes=1)
@@ -57,7 +58,9 @@ def test_a_request_that_drafts_holds_the_states_that_vllm_s_table_holds(data: st
     space = DraftSpace(num_drafts, data.draw(st.sampled_from([0, num_drafts])), most_tokens=200)
     num_groups = data.draw(st.integers(1, 2))
     memory = GroupMemory((*[STATES] * num_groups, FULL), aligns=True)
-    cache = GroupPages(memory, num_blocks=1000, page_size=page_size, most_new_tokens=64, drafts=space)
+    cache = GroupPages(
+        memory, CountPool(1000), page_size=page_size, most_new_tokens=64, decoding=Decoding(drafts=space)
+    )
     num_prompt = data.draw(st.integers(1, 60))
     content = Content.from_tokens(list(range(200)), page_size=page_size, owner=0)
     states, num_pages, start = NaiveStates(page_size, num_drafts), 0, 0
@@ -97,7 +100,7 @@ def test_a_request_that_drafts_holds_the_states_that_vllm_s_table_holds(data: st
 def test_an_admission_counts_the_states_of_a_draft_in_addition() -> None:
     memory = GroupMemory((STATES, FULL), aligns=True)
     caches = [
-        GroupPages(memory, num_blocks=100, page_size=4, most_new_tokens=64, drafts=drafts)
+        GroupPages(memory, CountPool(100), page_size=4, most_new_tokens=64, decoding=Decoding(drafts=drafts))
         for drafts in (None, DraftSpace(3, 0, 200), DraftSpace(3, 3, 200))
     ]
     match = caches[0].match(Content.from_tokens(list(range(8)), page_size=4, owner=0), 0)
@@ -108,5 +111,6 @@ def test_an_admission_counts_the_states_of_a_draft_in_addition() -> None:
 
 def test_states_of_drafts_are_counted_and_have_no_ids() -> None:
     memory = GroupMemory((STATES, FULL), aligns=True)
+    space = Decoding(drafts=DraftSpace(3, 0, 200))
     with pytest.raises(AssertionError, match="only counted"):
-        GroupPages(memory, num_blocks=100, page_size=4, most_new_tokens=64, drafts=DraftSpace(3, 0, 200), with_ids=True)
+        GroupPages(memory, IdPool(100), page_size=4, most_new_tokens=64, decoding=space)

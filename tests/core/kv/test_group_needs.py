@@ -6,6 +6,7 @@ from kvarts.core.content import Content
 from kvarts.core.kv.group_pages import GroupPages
 from kvarts.core.kv.groups import GroupMemory, PartGroup
 from kvarts.core.kv.layers import KvLayer
+from kvarts.core.kv.pool import CountPool
 
 from builders.grouped import FULL
 
@@ -16,7 +17,7 @@ TOKENS = list(range(12))
 
 def open_cache(layer: KvLayer, num_blocks: int, most_new: int) -> GroupPages:
     memory = GroupMemory((PartGroup(FULL, part_bytes=1), PartGroup(layer, part_bytes=1)))
-    return GroupPages(memory, num_blocks=num_blocks, page_size=2, most_new_tokens=most_new)
+    return GroupPages(memory, CountPool(num_blocks), page_size=2, most_new_tokens=most_new)
 
 
 def test_the_copy_that_is_found_may_be_one_that_others_hold() -> None:
@@ -54,7 +55,7 @@ def test_states_at_the_ends_of_chunks_need_one_part_for_all_the_pages_of_a_chunk
     """Also after a load, and while it is under way: 14 pages of the full group, and a state."""
     state = KvLayer(kind="state", num_heads=1, head_numbers=2, span=1)
     memory = GroupMemory((PartGroup(FULL, part_bytes=1), PartGroup(state, part_bytes=1)), aligns=True)
-    cache = GroupPages(memory, num_blocks=40, page_size=2, most_new_tokens=8)
+    cache = GroupPages(memory, CountPool(40), page_size=2, most_new_tokens=8)
     tokens = list(range(40))
     content, other = (Content.from_tokens(tokens, page_size=2, owner=owner) for owner in range(2))
     table = cache.open(cache.match(content, 0))

@@ -17,7 +17,7 @@ from kvarts.core.kv.cache import PageReserve, Pins
 from kvarts.core.kv.group_pages import GroupPages, GroupTable
 from kvarts.core.kv.groups import GroupMemory, PartGroup, Retention
 from kvarts.core.kv.layers import KvLayer
-from kvarts.core.kv.pool import PageError
+from kvarts.core.kv.pool import IdPool, PageError
 
 from builders.grouped import FULL, part_groups
 from oracles.naive_grouped import NaiveGroups, NaivePart, NaiveSequence
@@ -44,7 +44,7 @@ class PinMachine(RuleBasedStateMachine):
     def build(self, groups: tuple[PartGroup, ...], page_size: int, num_blocks: int, keeps: Retention) -> None:
         memory = GroupMemory(groups, keeps)
         self.block_bytes = memory.block_bytes
-        self.cache = GroupPages(memory, num_blocks=num_blocks, page_size=page_size, most_new_tokens=8, with_ids=True)
+        self.cache = GroupPages(memory, IdPool(num_blocks), page_size=page_size, most_new_tokens=8)
         self.pins, self.reserve = Pins(self.cache), PageReserve(self.cache)
         self.model = NaiveGroups(
             [(group.layer, group.part_bytes) for group in groups],
@@ -166,7 +166,7 @@ TestPins.settings = settings(stateful_step_count=40)
 def test_what_two_pins_hold_is_counted_once() -> None:
     window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=5), 2)
     memory = GroupMemory((PartGroup(FULL, 1), window))
-    cache = GroupPages(memory, num_blocks=100, page_size=2, most_new_tokens=8, with_ids=True)
+    cache = GroupPages(memory, IdPool(100), page_size=2, most_new_tokens=8)
     pins = Pins(cache)
     made = []
     for owner in (1, 2):

@@ -125,7 +125,7 @@ def test_a_table_of_states_names_the_first_block_of_each(seed: int, aligns: bool
     """One table for a group of states by page, one for each block of the others; blocks of a page are its columns."""
     random = Random(seed)
     memory = GroupMemory((PartGroup(FULL, 2), BY_PAGE), aligns=aligns)
-    cache = GroupPages(memory, num_blocks=5 * 20, page_size=page_size, most_new_tokens=8, with_ids=True)
+    cache = GroupPages(memory, IdPool(5 * 20), page_size=page_size, most_new_tokens=8)
     scattered = PageReserve(cache)
     scattered.extend(9)
     scattered._free_ids.sort(key=lambda _: random.random())

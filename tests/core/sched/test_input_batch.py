@@ -105,7 +105,7 @@ class Pair:
         rows = None
         if decodes is not None:
             rows = decodes.rows.tolist(), decodes.positions.tolist(), decodes.tokens.tolist(), decodes.new_blocks
-        return chunks, rows, plan.admitted, plan.preemptions, plan.left_rows, plan.batch.num_decodes
+        return chunks, rows, plan.admitted, plan.preemptions, plan.batch.num_decodes
 
     def cancel(self, index: int) -> None:
         for scheduler, requests in zip(self.schedulers, self.requests, strict=True):

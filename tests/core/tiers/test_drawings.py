@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvarts.core.config import EngineConfig
 from kvarts.core.content import Content
 from kvarts.core.events import Event, PagesRemoved
 from kvarts.core.kv.eviction import LruOrder
@@ -14,6 +15,8 @@ from kvarts.core.tiers.opening import open_offloader
 from kvarts.core.tiers.safe_first import STORED, SafeFirst
 
 NS_PER_MS = 1_000_000
+
+SMALL_STEPS = EngineConfig(page_size=1, max_num_batched_tokens=8, max_num_seqs=8)
 
 
 def content_of(*tokens: int, owner: int = 0) -> Content:
@@ -85,7 +88,7 @@ def test_safe_first() -> None:
 def test_the_offloader() -> None:
     cache = PageCache(CountPool(3), PrefixTree(LruOrder()))
     config = OffloadConfig(host_pages=4, kv_bytes_per_token=1000, d2h=1_000_000, h2d=2_000_000, latency_us=0.0)
-    offloader = open_offloader(config, cache, page_size=1, max_num_batched_tokens=8)
+    offloader = open_offloader(config, cache, SMALL_STEPS)
     prompt = content_of(0, 1, 2)
     table = cache.open(cache.match(prompt, 3))
     cache.grow(table, 3)

@@ -43,6 +43,8 @@ from builders.tiers import offloader_of
 NS_PER_S = 1_000_000_000
 A_PAGE_A_SECOND = 1_000
 
+SMALL_STEPS = EngineConfig(page_size=1, max_num_batched_tokens=8, max_num_seqs=8)
+
 
 class SlowPrefill:
     """A token a second."""
@@ -210,8 +212,7 @@ def test_a_store_that_is_never_reported_lets_go_of_its_pages_at_its_deadline() -
     offloader = open_offloader(
         OffloadConfig(host_pages=8, deadline_s=2.0),
         cache,
-        page_size=1,
-        max_num_batched_tokens=8,
+        SMALL_STEPS,
         with_page_ids=True,
         emit=told.append,
     )

@@ -37,6 +37,8 @@ from builders.tiers import offloader_of
 NS_PER_MS = 1_000_000
 SLOW = 1_000  # bytes a second: a page takes a second
 
+SMALL_STEPS = EngineConfig(page_size=1, max_num_batched_tokens=8, max_num_seqs=8)
+
 
 def content_of(tokens: Sequence[int], owner: int = 0) -> Content:
     return Content.from_tokens(tokens, page_size=1, owner=owner)
@@ -107,7 +109,7 @@ def lazy_offloader(
     order = order or SafeFirst()
     cache = PageCache(CountPool(num_pages), PrefixTree(order, watcher=order))
     config = OffloadConfig(host_pages=64, policy="lazy", target_free=target_free, kv_bytes_per_token=1000)
-    return open_offloader(config, cache, page_size=1, max_num_batched_tokens=8, order=order), cache
+    return open_offloader(config, cache, SMALL_STEPS, order=order), cache
 
 
 @pytest.mark.parametrize("is_watched", [False, True])
@@ -117,7 +119,7 @@ def test_what_a_store_reads_stays_in_use_when_its_request_ends(*, is_watched: bo
     emit = events.append if is_watched else None
     cache = PageCache(CountPool(12), PrefixTree(LruOrder(), emit))
     config = OffloadConfig(host_pages=64, policy="eager", kv_bytes_per_token=1000, d2h=SLOW)
-    offloader = open_offloader(config, cache, page_size=1, max_num_batched_tokens=8, emit=emit)
+    offloader = open_offloader(config, cache, SMALL_STEPS, emit=emit)
     prompts = [content_of(range(4), owner) for owner in range(num_copies)]
     tables = [cache.open(cache.match(prompt, 4)) for prompt in prompts]
     for table, prompt in zip(tables, prompts, strict=True):
@@ -304,9 +306,7 @@ def test_a_request_cancelled_while_it_loads_is_cleaned_up_when_the_load_ends() -
 
 def test_a_load_writes_to_the_middle_part_only() -> None:
     cache = PageCache(IdPool(16), PrefixTree(LruOrder()))
-    offloader = open_offloader(
-        OffloadConfig(host_pages=16), cache, page_size=1, max_num_batched_tokens=8, with_page_ids=True
-    )
+    offloader = open_offloader(OffloadConfig(host_pages=16), cache, SMALL_STEPS, with_page_ids=True)
     content = leave(cache, range(8), 0)
     offloader.confirm(content, 8, BlockTable(content, [], 0, None))
     offloader.plan_stores(0)
@@ -330,9 +330,7 @@ def test_a_load_writes_to_the_middle_part_only() -> None:
 
 def test_a_transfer_is_complete_when_all_workers_have_reported() -> None:
     cache = PageCache(IdPool(8), PrefixTree(LruOrder()))
-    offloader = open_offloader(
-        OffloadConfig(host_pages=8, workers=2), cache, page_size=1, max_num_batched_tokens=8, with_page_ids=True
-    )
+    offloader = open_offloader(OffloadConfig(host_pages=8, workers=2), cache, SMALL_STEPS, with_page_ids=True)
     content = leave(cache, range(4), 0)
     offloader.confirm(content, 4, BlockTable(content, [], 0, None))
     offloader.plan_stores(0)
@@ -402,7 +400,7 @@ def test_a_store_gives_its_idle_pages_back_and_its_channel_is_free() -> None:
 def test_a_store_that_was_given_up_may_be_reported_later() -> None:
     cache = PageCache(IdPool(8), PrefixTree(LruOrder()))
     config = OffloadConfig(host_pages=64, kv_bytes_per_token=1000, workers=2)
-    offloader = open_offloader(config, cache, page_size=1, max_num_batched_tokens=8, with_page_ids=True)
+    offloader = open_offloader(config, cache, SMALL_STEPS, with_page_ids=True)
     content = content_of(range(4))
     table = cache.open(cache.match(content, 4))
     cache.grow(table, 4)

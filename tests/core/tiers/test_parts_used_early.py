@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvarts.core.content import Content
-from kvarts.core.kv.group_pages import GroupPages, IncomingParts
+from kvarts.core.kv.group_pages import GroupPages, GroupsBelow, IncomingParts
 from kvarts.core.kv.groups import GroupMemory, PartGroup
 from kvarts.core.kv.layers import KvLayer
+from kvarts.core.kv.pool import CountPool
 from kvarts.core.tiers import store_policy
 from kvarts.core.tiers.channel import Channel
+from kvarts.core.tiers.config import OffloadConfig
 from kvarts.core.tiers.layout import ConnectedTier
 from kvarts.core.tiers.offloader import Offloader
 from kvarts.core.tiers.part_layout import PartLayout
@@ -25,7 +27,7 @@ class Device:
 
     def __init__(self) -> None:
         memory = GroupMemory((PartGroup(KvLayer(kind="full", num_heads=1, head_numbers=2), part_bytes=1),), "all")
-        self.cache = GroupPages(memory, num_blocks=NUM_PAGES, page_size=1, most_new_tokens=8, num_below=2)
+        self.cache = GroupPages(memory, CountPool(NUM_PAGES), page_size=1, most_new_tokens=8, below=GroupsBelow(2))
         tiers = [
             PartTier(name, num_blocks, memory, self.cache.parts.tree, place=place)
             for place, (name, num_blocks) in enumerate([("host", NUM_PAGES), ("disk", 4 * NUM_PAGES)])
@@ -39,7 +41,9 @@ class Device:
             for tier in tiers
         ]
         self.policy = EagerParts(self.cache.parts)
-        self.offloader = Offloader(self.cache, PartLayout(self.cache, connected, self.policy), num_layers=8)
+        self.offloader = Offloader(
+            self.cache, PartLayout(self.cache, connected, self.policy), OffloadConfig(num_layers=8)
+        )
         self.now_ns = 0
 
     def serve(self, tokens: list[int]) -> Content:

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
+from kvarts.core.config import EngineConfig
 from kvarts.core.content import Content
 from kvarts.core.kv.cache import Match
 from kvarts.core.kv.eviction import EvictionOrder, LruOrder, PinnedPages
@@ -25,6 +26,8 @@ from builders.orders import FewestHits
 from oracles.page_by_page import Name, PageByPage, SafeFirstPages
 
 pytestmark = pytest.mark.laws
+
+SMALL_STEPS = EngineConfig(page_size=1, max_num_batched_tokens=8, max_num_seqs=8)
 
 
 class SafeFirstMachine(CacheMachine):
@@ -108,7 +111,7 @@ def test_what_is_below_is_known_whatever_comes_back_to_the_device(
     order = SafeFirst(make_order)
     cache = PageCache(CountPool(24), PrefixTree(order, watcher=order))
     config = OffloadConfig(host_pages=40, policy="lazy", target_free=8, kv_bytes_per_token=1000)
-    offloader = open_offloader(config, cache, page_size=1, max_num_batched_tokens=8, order=order)
+    offloader = open_offloader(config, cache, SMALL_STEPS, order=order)
     now_ns = 0
 
     def after(cache: PageCache) -> None:
@@ -156,7 +159,7 @@ def test_marks_are_those_of_the_copy_that_is_found_where_the_copy_that_a_run_fol
     order = SafeFirst()
     cache = PageCache(CountPool(10), PrefixTree(order, watcher=order))
     config = OffloadConfig(host_pages=64, policy="lazy", target_free=4, kv_bytes_per_token=1000)
-    offloader = open_offloader(config, cache, page_size=1, max_num_batched_tokens=8, order=order)
+    offloader = open_offloader(config, cache, SMALL_STEPS, order=order)
     content = [Content.from_tokens(range(6), page_size=1, owner=owner) for owner in range(3)]
     first, second = [cache.open(cache.match(each, 4)) for each in content[:2]]
     for table in (first, second):

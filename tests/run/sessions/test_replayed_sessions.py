@@ -222,8 +222,7 @@ def run(talk: Talk, config: ReplayConfig) -> tuple[Watched, list[Replica]]:
         engines,
         RequestLog(largest_hit_counts=False, tiers=config.tiers),
         sessions=watched,
-        delay_ns=config.frontend_ns,
-        timeout_ns=config.client_timeout_ns,
+        config=config,
     )
     Driver([arrivals], engines).run()
     return watched, engines

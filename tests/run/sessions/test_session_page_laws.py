@@ -208,7 +208,7 @@ class GroupPagesMachine(SessionPagesMachine):
         ]
         self.begin_with(
             page_size,
-            GroupPages(self.groups, num_blocks=2400, page_size=page_size, most_new_tokens=8, with_ids=True),
+            GroupPages(self.groups, IdPool(2400), page_size=page_size, most_new_tokens=8),
             layers,
         )
 
@@ -267,7 +267,7 @@ def test_a_page_of_many_blocks_is_taken_and_released_as_often_as_one_of_a_block(
         state = KvLayer(kind="state", num_heads=0, head_numbers=0, span=2)
         groups = GroupMemory((PartGroup(FULL, 4, 1), PartGroup(state, 4 * num_blocks, num_blocks)))
         page_blocks = 1 + num_blocks
-        cache = GroupPages(groups, num_blocks=20 * page_blocks, page_size=2, most_new_tokens=8, with_ids=True)
+        cache = GroupPages(groups, IdPool(20 * page_blocks), page_size=2, most_new_tokens=8)
         reserve, room = PageReserve(cache), ChunkRoom(4 * page_blocks, 2, page_blocks)
         reserve.extend(cache.num_free)
         keeps = SinkWindow(0, 6)

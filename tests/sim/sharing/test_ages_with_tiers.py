@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from kvarts.core.config import EngineConfig
 from kvarts.core.kv.eviction import LruOrder
 from kvarts.core.kv.tree import PrefixTree
 from kvarts.core.tiers.config import OffloadConfig
@@ -18,6 +19,8 @@ from builders.engines import whole_pages
 from builders.parts import NO_OTHERS
 
 pytestmark = pytest.mark.laws
+
+SMALL_STEPS = EngineConfig(page_size=1, max_num_batched_tokens=4, max_num_seqs=4)
 
 
 class TestAgedSafeFirst(EvictionOrderContract):
@@ -43,9 +46,7 @@ def test_models_with_tiers_share_one_memory(policy: str, seed: int) -> None:
         order = SafeFirst() if policy == "lazy" else None
         part = open_part(name, memory, NO_OTHERS, page_bytes=page_bytes, order=order, watcher=order)
         config = OffloadConfig(host_pages=16, policy=policy, kv_bytes_per_token=1000, target_free=4)  # type: ignore[arg-type]
-        offloaders.append(
-            open_offloader(config, whole_pages(part.cache), page_size=1, max_num_batched_tokens=4, order=order)
-        )
+        offloaders.append(open_offloader(config, whole_pages(part.cache), SMALL_STEPS, order=order))
         parts.append(part)
     for turn in range(300):
         which = dice.randrange(2)

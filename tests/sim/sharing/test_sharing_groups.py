@@ -14,6 +14,7 @@ from kvarts.core.config import EngineConfig
 from kvarts.core.kv.group_pages import GroupPages
 from kvarts.core.kv.groups import STATE_SPAN, GroupMemory, PartGroup, Retention
 from kvarts.core.kv.layers import KvLayer
+from kvarts.core.kv.pool import CountPool, IdPool
 from kvarts.core.request import Request
 from kvarts.sim.sharing.device import SharedDevice
 
@@ -46,9 +47,8 @@ class GroupRig(Rig):
                 self.attach(name, part, part.cache, config)
             else:
                 memory = GroupMemory(GROUPS, keeps)
-                cache = GroupPages(
-                    memory, num_blocks=num_bytes // 10, page_size=PAGE_SIZE, most_new_tokens=1000, with_ids=ids
-                )
+                pool = (IdPool if ids else CountPool)(num_bytes // 10)
+                cache = GroupPages(memory, pool, page_size=PAGE_SIZE, most_new_tokens=1000)
                 part = self.device.register(name, parts=cache, guaranteed_bytes=guaranteed)
                 self.attach(name, part, cache, config)
 

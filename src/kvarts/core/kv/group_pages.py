@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import cast
+from typing import Final, NamedTuple, cast
 
 from kvarts.core.content import NOTHING, Content
 from kvarts.core.event_log import Emit
@@ -34,12 +34,21 @@ from kvarts.core.kv.draft_states import DraftedNeeds, DraftedParts, DraftSpace
 from kvarts.core.kv.eviction import EvictionOrder, PinnedPages
 from kvarts.core.kv.group_needs import GroupNeeds, Held
 from kvarts.core.kv.groups import GroupMemory
-from kvarts.core.kv.pool import CountPool, IdPool, PageError, PageId
+from kvarts.core.kv.pool import IdPool, PageError, PageId, Pool
 from kvarts.core.kv.run_cache import RunCache
 from kvarts.core.kv.runs import PartRun, RunMatch, RunTable, Span
 from kvarts.core.kv.span_tree import SpanTree
 
-__all__ = ["GroupPages", "GroupTable", "Held", "IncomingParts", "PinnedParts", "ReferencedByOthers"]
+__all__ = [
+    "Decoding",
+    "GroupPages",
+    "GroupTable",
+    "GroupsBelow",
+    "Held",
+    "IncomingParts",
+    "PinnedParts",
+    "ReferencedByOthers",
+]
 
 
 class GroupTable(BlockTable):
@@ -101,21 +110,45 @@ class ReferencedByOthers:
         return self._tree.num_with_held_copy(self._found, group)
 
 
+class GroupsBelow(NamedTuple):
+    """The tiers below a cache with groups.
+
+    `watches_list`: the first examines the parts that are evicted next, so the cache follows no decodes.
+    """
+
+    num_tiers: int = 0
+    watches_list: bool = False
+
+
+class Decoding(NamedTuple):
+    """How decodes take, name and release their pages.
+
+    `plans_ahead`: they release and publish a step later; with events or a tier below, the cache follows none.
+    `leaps_emitted`: the cache leaps over decodes with events as well, unless tiers below or states by page need names
+    of pages at once. `drafts`: the space of drafts in virtual time, with which pages of decodes are named at their
+    turns.
+    """
+
+    plans_ahead: bool = False
+    leaps_emitted: bool = False
+    drafts: DraftSpace | None = None
+
+
+NONE_BELOW: Final = GroupsBelow()
+STEP_BY_STEP: Final = Decoding()
+
+
 class GroupPages(Cache):
-    """The parts of `memory` in `num_blocks` blocks, held in runs by a RunCache.
+    """The parts of `memory` in the blocks of `pool`, held in runs by a RunCache.
 
     `most_new_tokens`: the most tokens of a request that a step may compute, which bounds the parts that a window holds
     during a step.
 
-    `with_ids`: blocks have ids. `emit` receives events of parts. With either, every page of a decode is findable as
-    soon as it is full. Otherwise the cache follows decodes itself: it knows the steps in which they take and release
-    pages, and can leap over them. `leaps_emitted`: it does so with `emit` as well, unless tiers below or states by page
-    need names of pages at once. `num_below`: the number of tiers that have parts as well; `watches_list`: the first
-    examines the parts that are evicted next, so the cache follows no decodes. `eviction_order`: chooses the next run to
-    evict, and is notified of each release, so the cache follows no decodes either; without it, the least recently
-    released run is evicted next. `at_branches`: as of RunCache. `plans_ahead`: decodes release and publish a step
-    later; with `emit` or a tier below, it follows none. `drafts`: the space of drafts in virtual time, with which pages
-    of decodes are named at their turns.
+    `emit` receives events of parts. With it, or with ids of blocks, every page of a decode is findable as soon as it is
+    full. Otherwise the cache follows decodes itself: it knows the steps in which they take and release pages, and can
+    leap over them. `eviction_order`: chooses the next run to evict, and is notified of each release, so the cache
+    follows no decodes either; without it, the least recently released run is evicted next. `at_branches`: as of
+    RunCache.
     """
 
     __slots__ = (
@@ -132,22 +165,18 @@ class GroupPages(Cache):
     def __init__(
         self,
         memory: GroupMemory,
+        pool: Pool,
         *,
-        num_blocks: int,
         page_size: int,
         most_new_tokens: int,
-        with_ids: bool = False,
         emit: Emit | None = None,
-        num_below: int = 0,
-        watches_list: bool = False,
+        below: GroupsBelow = NONE_BELOW,
         eviction_order: EvictionOrder | None = None,
         at_branches: bool = False,
-        plans_ahead: bool = False,
-        leaps_emitted: bool = False,
-        drafts: DraftSpace | None = None,
+        decoding: Decoding = STEP_BY_STEP,
     ) -> None:
-        ids = IdPool(num_blocks) if with_ids else None
-        pool = CountPool(num_blocks) if ids is None else ids
+        ids = pool if isinstance(pool, IdPool) else None
+        plans_ahead, drafts, num_below = decoding.plans_ahead, decoding.drafts, below.num_tiers
         most_kept = 2 * most_new_tokens if plans_ahead else most_new_tokens
         has_sizes = memory.hit_pages > 1
         make_parts: Callable[..., RunCache] = SizedParts if has_sizes else RunCache
@@ -167,7 +196,7 @@ class GroupPages(Cache):
         self.parts = make_parts(
             memory.in_blocks(),
             page_size=page_size,
-            total_bytes=num_blocks,
+            total_bytes=pool.total,
             blocks=ids,
             events=None if emit is None else RunEvents(emit),
             num_below=num_below,
@@ -195,11 +224,11 @@ class GroupPages(Cache):
         self._num_given = 0
         """Total of blocks returned by `give` since the beginning."""
         self.keeps_time = self.parts.note_request is not None
-        is_watched = watches_list or eviction_order is not None
-        is_named = emit is not None and (not leaps_emitted or num_below > 0 or memory.has_states_by_page)
+        is_watched = below.watches_list or eviction_order is not None
+        is_named = emit is not None and (not decoding.leaps_emitted or num_below > 0 or memory.has_states_by_page)
         is_named = is_named or (plans_ahead and (emit is not None or num_below > 0))
         is_periodic = bool(memory.retention_interval)  # parts of decodes are retained
-        self.names_decodes = drafts is not None or with_ids or is_named or is_watched or is_periodic or has_sizes
+        self.names_decodes = drafts is not None or ids is not None or is_named or is_watched or is_periodic or has_sizes
         self.publishes_all = self.names_decodes or emit is not None
         if not self.names_decodes:
             self.decodes = DecodesInGroups(self)

@@ -107,7 +107,7 @@ def compose(opening: Opening) -> Hooks:
         of_part = part.open(opening)
         if of_part is not None:
             acts.append(of_part)
-            of_parts.update(of_part.gates)
+            of_parts.update(of_part.get("gates", {}))
     if not of_parts and opening.scheduler.pages.is_alone:
         return Hooks([memory.admit], acts)
     gates = {"find": memory.find, "memory": memory.fits, **of_parts}

@@ -50,7 +50,7 @@ class BatchesOverHost(Batches):
     def acts(self) -> Acts:
         """Return where it acts."""
         acts = super().acts()
-        acts.starts = self.count
+        acts["starts"] = self.count
         return acts
 
     def begin(self, step: Step) -> None:
@@ -151,7 +151,7 @@ class BatchesOverStorage(BatchesOverHost):
     def acts(self) -> Acts:
         """Return where it acts."""
         acts = super().acts()
-        acts.started = self.start
+        acts["started"] = self.start
         return acts
 
     def begin(self, step: Step) -> None:

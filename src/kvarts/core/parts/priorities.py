@@ -46,9 +46,9 @@ class BatchesByPriority(Batches):
     def acts(self) -> Acts:
         """Return where it acts."""
         acts = super().acts()
-        acts.entries = self.enter
+        acts["entries"] = self.enter
         if self._overlaps:
-            acts.reports = self.report
+            acts["reports"] = self.report
         return acts
 
     def _may_admit(self) -> bool:

@@ -50,8 +50,7 @@ class LoadAdmissions:
         gates = {"kept states": self.resume_state, "memory": self.fits, "loads": self.load}
         if loads.holds_seat:
             gates["seats"] = self.has_seat
-        settles_ends = loads.settles_ends and self._scheduler.cache.releases
-        return Acts(
+        acts = Acts(
             gates=gates,
             before=self.begin,
             entries=self.enter,
@@ -60,13 +59,14 @@ class LoadAdmissions:
             blocked=self.unblock,
             closing=self.store,
             ending=self.confirm,
-            finishes=self.settle_end if settles_ends else None,
-            leaving=self.settle_left if settles_ends else None,
             drops=self.drop,
-            given_up=self.settle_given_up if settles_ends else None,
             changes=self.changes,
             has_any=self.has_any,
         )
+        if loads.settles_ends and self._scheduler.cache.releases:
+            acts["finishes"], acts["leaving"] = self.settle_end, self.settle_left
+            acts["given_up"] = self.settle_given_up
+        return acts
 
     # Around the queue -----------------------------------------------------------------------------------------
 

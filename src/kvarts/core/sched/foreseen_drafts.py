@@ -111,8 +111,7 @@ class ForeseenDrafts:
 
     def acts(self) -> Acts:
         """Return where it acts."""
-        lag = self._scheduler.running.lag
-        return Acts(
+        acts = Acts(
             gates={"drafts": self.has_tokens} | ({"find": self.find} if self._asked.drops_last else {}),
             turns=self.take_turns,
             resumes=self.take_rest,
@@ -121,9 +120,10 @@ class ForeseenDrafts:
             starts=self.take_room,
             ending=self.judge,
             changes=self.has_decodes,
-            planned=self.publish_read if lag else None,
-            leaving=self.publish_ended if lag else None,
         )
+        if self._scheduler.running.lag:
+            acts["planned"], acts["leaving"] = self.publish_read, self.publish_ended
+        return acts
 
     def totals(self) -> DraftTotals:
         """Return the totals so far."""

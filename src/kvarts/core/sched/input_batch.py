@@ -40,7 +40,6 @@ class InputBatch:
         "_bases",
         "_decoding",
         "_free_rows",
-        "_left",
         "_page_size",
         "_rows",
         "_sampled",
@@ -56,7 +55,6 @@ class InputBatch:
         self._bases = np.zeros(max_num_seqs, np.int64)
         self._decoding = np.zeros(max_num_seqs, np.bool_)
         self._rows: npt.NDArray[np.int64] | None = None
-        self._left: list[int] = []
         self._page_size = page_size
         self.most_late = most_late
         # A ring of the last steps' tokens: they are appended to the content when they fill a page, or so much later.
@@ -73,7 +71,6 @@ class InputBatch:
         row = request.row
         self.requests[row] = None
         heappush(self._free_rows, row)
-        self._left.append(row)
         if self._decoding[row]:
             self._decoding[row] = False
             self._rows = None
@@ -189,9 +186,3 @@ class InputBatch:
     def take_snapshots(self) -> tuple[Snapshot, ...]:
         """Return the snapshots of states to make in the step: none, since every layer keeps its tokens."""
         return ()
-
-    def take_left(self) -> tuple[int, ...]:
-        """Return the rows vacated since the last call."""
-        left = tuple(self._left)
-        self._left.clear()
-        return left

@@ -147,12 +147,10 @@ class Batch(Value):
 class StepPlan(Value):
     """One step. `admitted`: request indices, in order. `preemptions`: in order.
 
-    `left_rows`: rows vacated by requests that finished, were cancelled or were preempted since the last plan.
     `transfers`: to begin with this step; the pages they read are complete before it, and the pages they write are not
     read before the transfers are reported. `page_copies`: (from, to) of pages to copy before anything is written.
     `drafts`: tokens that may follow those of the decodes; None without any. `snapshots`: snapshots of states to make
-    during the step. `num_joined`: the decodes that were not decodes in the step before: another engine has computed
-    their prompts, or they were stalled.
+    during the step.
     """
 
     FIELDS: ClassVar[tuple[str, ...]] = (
@@ -161,12 +159,10 @@ class StepPlan(Value):
         "admitted",
         "preemptions",
         "decodes",
-        "left_rows",
         "transfers",
         "page_copies",
         "drafts",
         "snapshots",
-        "num_joined",
     )
     __slots__ = FIELDS
 
@@ -177,24 +173,20 @@ class StepPlan(Value):
         admitted: tuple[int, ...] = (),
         preemptions: tuple[Preemption, ...] = (),
         decodes: DecodeRows | None = None,
-        left_rows: tuple[int, ...] = (),
         transfers: tuple[Transfer, ...] = (),
         page_copies: tuple[tuple[PageId, PageId], ...] = (),
         drafts: DraftRows | None = None,
         snapshots: tuple[Snapshot, ...] = (),
-        num_joined: int = 0,
     ) -> None:
         self.step = step
         self.batch = batch
         self.admitted = admitted
         self.preemptions = preemptions
         self.decodes = decodes
-        self.left_rows = left_rows
         self.transfers = transfers
         self.page_copies = page_copies
         self.drafts = drafts
         self.snapshots = snapshots
-        self.num_joined = num_joined
 
 
 class StepResult(Value):

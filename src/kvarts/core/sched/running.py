@@ -129,6 +129,7 @@ class Running(RunningOrder):
     def __init__(
         self, cache: Cache, wheel: DecodeWheel, batch: InputBatch | None, *, plans_ahead: bool = False
     ) -> None:
+        assert not plans_ahead or batch is None, "rows and tokens are those of the last step"
         super().__init__()
         self._cache = cache
         self._page_size = wheel.page_size

@@ -65,27 +65,23 @@ class Scheduler(SchedulerState):
         cache: Cache,
         pages: PageSource,
         waiting: WaitingQueue,
+        running: Running,
         *,
-        batch: InputBatch | None = None,
         emit: Emit | None = None,
         pins: Pins | None = None,
-        lag: int = 0,
         finds_prefixes: bool = True,
         num_kept: int = 0,
-        running: type[Running] = Running,
     ) -> None:
         super().__init__(
             config,
             cache,
             pages,
             waiting,
-            batch=batch,
+            running,
             emit=emit,
             pins=pins,
-            lag=lag,
             finds_prefixes=finds_prefixes,
             num_kept=num_kept,
-            running=running,
         )
         self.handoffs: Handoffs | None = None
         """Requests that two engines work on."""
@@ -208,7 +204,7 @@ class Scheduler(SchedulerState):
         step = self.step
         admitted = tuple(step.admitted)
         if rows is None:
-            return StepPlan(number, planned, admitted, step.preempted, num_joined=step.num_joined)
+            return StepPlan(number, planned, admitted, step.preempted)
         decodes, drafts = None, self.drafts
         drafted: DraftRows | None = None
         if self.wheel.num_decoding:
@@ -221,8 +217,9 @@ class Scheduler(SchedulerState):
                     planned = planned.replaced(num_drafted=len(drafted.rows))
         transfers = () if loads is None else loads.tiers.take_planned()
         copies = self.session_pages.take_copies()
-        left, snapshots = rows.take_left(), rows.take_snapshots()
-        return StepPlan(number, planned, admitted, step.preempted, decodes, left, transfers, copies, drafted, snapshots)
+        return StepPlan(
+            number, planned, admitted, step.preempted, decodes, transfers, copies, drafted, rows.take_snapshots()
+        )
 
     def schedule_batch(self, now_ns: int) -> Batch:
         """Do what `schedule` does, for an executor that needs to know only the work of the step, and return that."""

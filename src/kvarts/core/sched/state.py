@@ -20,10 +20,8 @@ from kvarts.core.sched.preemption import Preemptor
 from kvarts.core.sched.prefill import Prefill
 from kvarts.core.sched.running import Running
 from kvarts.core.sched.step import Hooks
-from kvarts.core.sched.wheel import DecodeWheel
 
 if TYPE_CHECKING:
-    from kvarts.core.sched.input_batch import InputBatch
     from kvarts.core.sched.loads import Loads
     from kvarts.core.sched.lower_tiers import LowerTiers, TiersBelow
     from kvarts.core.tiers.hicache import HostCopies
@@ -38,11 +36,10 @@ class SchedulerState:
     """Owner of the queues. Written by the scheduler and its parts.
 
     `cache`: the pages, counted in blocks (Cache). `pages`: the source of pages and of the token budget. `waiting`: the
-    queue; its policy chooses the next request. `batch`: rows for an executor that needs page ids; plans then name
-    pages, rows and tokens. `emit` receives page and request events. `pins`: pages that are kept in use without a
-    request, or None. `lag`: 1 if the next step is planned while one runs, see Running. `finds_prefixes`: whether
-    requests find cached pages. `num_kept`: blocks that an admission leaves free if a request runs. `running`: the order
-    in which running requests are preempted.
+    queue; its policy chooses the next request. `running`: the requests that run, in the order in which they are
+    preempted; plans name pages, rows and tokens if it has a batch. `emit` receives page and request events. `pins`:
+    pages that are kept in use without a request, or None. `finds_prefixes`: whether requests find cached pages.
+    `num_kept`: blocks that an admission leaves free if a request runs.
 
     `hooks` follows: the gates of the head of the queue, and what parts do in a step.
     """
@@ -53,34 +50,29 @@ class SchedulerState:
         cache: Cache,
         pages: PageSource,
         waiting: WaitingQueue,
+        running: Running,
         *,
-        batch: InputBatch | None = None,
         emit: Emit | None = None,
         pins: Pins | None = None,
-        lag: int = 0,
         finds_prefixes: bool = True,
         num_kept: int = 0,
-        running: type[Running] = Running,
     ) -> None:
-        assert not lag or batch is None, "rows and tokens are those of the last step"
         self.config = config
         self.cache = cache
         self.pages = pages
         self.pins = pins
         self.waiting = waiting
         self.emit = emit
-        self.wheel = DecodeWheel(config.page_size)
-        self.running = running(cache, self.wheel, batch, plans_ahead=lag > 0)
+        self.running = running
+        self.wheel = running.wheel
         self.session_pages = SessionPagesInUse(cache, emit)
         self.mark = Mark()
         self.mark.parts = cache.counts()
-        self.preemptor = Preemptor(self.running, waiting, cache, pages, self.mark, emit)
-        self.prefill = Prefill(self.running, cache, self.session_pages, self.preemptor, batch=batch, emit=emit)
+        self.preemptor = Preemptor(running, waiting, cache, pages, self.mark, emit)
+        self.prefill = Prefill(running, cache, self.session_pages, self.preemptor, batch=running.batch, emit=emit)
         gates = Memory if pages.is_alone else PartOfMemory
-        self.memory = gates(
-            cache, pages, self.running, self.prefill, pins, num_kept=num_kept, finds_prefixes=finds_prefixes
-        )
-        self.leaps = Horizon(self.running, waiting, cache, pages, orders_matter=emit is not None)
+        self.memory = gates(cache, pages, running, self.prefill, pins, num_kept=num_kept, finds_prefixes=finds_prefixes)
+        self.leaps = Horizon(running, waiting, cache, pages, orders_matter=emit is not None)
         self.loads: Loads | None = None
         """Requests that wait for a tier below the device."""
         self.host: HostCopies | None = None

@@ -7,7 +7,7 @@ the head is admitted if all of them let it pass. A *hook* is called before, with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypedDict
 
 from kvarts.core.events import Blocked, Preemption
 from kvarts.core.kv.cache import Match
@@ -159,10 +159,9 @@ class Step:
 Gate: TypeAlias = Callable[[Ask, Step], Verdict]
 
 OnStep: TypeAlias = Callable[[Step], None]
-NO_GATES: Final[Mapping[str, Gate]] = {}
 
 
-class Acts:
+class Acts(TypedDict, total=False):
     """What one part does. `gates`: by their place in the order of gates. In the order of a step:
 
     `before`: before its turns. `turns`: takes the pages of decodes, and returns whether it has. `resumes`: after the
@@ -180,98 +179,51 @@ class Acts:
     requests that neither run nor wait in the queue.
     """
 
-    __slots__ = (
-        "after",
-        "before",
-        "blocked",
-        "bounds",
-        "changes",
-        "closing",
-        "drops",
-        "ending",
-        "entries",
-        "finishes",
-        "gates",
-        "given_up",
-        "has_any",
-        "leaving",
-        "planned",
-        "reports",
-        "resumes",
-        "started",
-        "starts",
-        "turns",
-    )
-
-    def __init__(
-        self,
-        *,
-        gates: Mapping[str, Gate] = NO_GATES,
-        before: OnStep | None = None,
-        turns: Callable[[Step], bool] | None = None,
-        resumes: OnStep | None = None,
-        entries: OnStep | None = None,
-        starts: Callable[[Ask, Step], None] | None = None,
-        started: Callable[[Request, Step], None] | None = None,
-        blocked: Callable[[Step], Verdict] | None = None,
-        closing: OnStep | None = None,
-        planned: OnStep | None = None,
-        ending: Callable[[int], None] | None = None,
-        after: Callable[[list[Request], int], None] | None = None,
-        finishes: Callable[[Request, int], bool] | None = None,
-        reports: Callable[[list[Request]], list[Request]] | None = None,
-        leaving: Callable[[Request], None] | None = None,
-        drops: Callable[[Request], bool] | None = None,
-        given_up: Callable[[Request], None] | None = None,
-        changes: Callable[[], bool] | None = None,
-        bounds: Callable[[int], int] | None = None,
-        has_any: Callable[[], bool] | None = None,
-    ) -> None:
-        self.gates = gates
-        self.before = before
-        self.turns = turns
-        self.resumes = resumes
-        self.entries = entries
-        self.starts = starts
-        self.started = started
-        self.blocked = blocked
-        self.closing = closing
-        self.planned = planned
-        self.ending = ending
-        self.after = after
-        self.finishes = finishes
-        self.reports = reports
-        self.leaving = leaving
-        self.drops = drops
-        self.given_up = given_up
-        self.changes = changes
-        self.bounds = bounds
-        self.has_any = has_any
+    gates: Mapping[str, Gate]
+    before: OnStep
+    turns: Callable[[Step], bool]
+    resumes: OnStep
+    entries: OnStep
+    starts: Callable[[Ask, Step], None]
+    started: Callable[[Request, Step], None]
+    blocked: Callable[[Step], Verdict]
+    closing: OnStep
+    planned: OnStep
+    ending: Callable[[int], None]
+    after: Callable[[list[Request], int], None]
+    finishes: Callable[[Request, int], bool]
+    reports: Callable[[list[Request]], list[Request]]
+    leaving: Callable[[Request], None]
+    drops: Callable[[Request], bool]
+    given_up: Callable[[Request], None]
+    changes: Callable[[], bool]
+    bounds: Callable[[int], int]
+    has_any: Callable[[], bool]
 
 
 class Hooks:
     """The gates of an engine, and the hooks of all its parts in their order."""
 
-    __slots__ = Acts.__slots__
+    __slots__ = tuple(Acts.__annotations__)
 
     def __init__(self, gates: Iterable[Gate] = (), parts: Sequence[Acts] = ()) -> None:
         self.gates = tuple(gates)
-        self.before = tuple([part.before for part in parts if part.before is not None])
-        self.turns = tuple([part.turns for part in parts if part.turns is not None])
-        self.resumes = tuple([part.resumes for part in parts if part.resumes is not None])
-        self.entries = tuple([part.entries for part in parts if part.entries is not None])
-        self.starts = tuple([part.starts for part in parts if part.starts is not None])
-        self.started = tuple([part.started for part in parts if part.started is not None])
-        self.blocked = tuple([part.blocked for part in parts if part.blocked is not None])
-        self.closing = tuple([part.closing for part in parts if part.closing is not None])
-        self.planned = tuple([part.planned for part in parts if part.planned is not None])
-        self.ending = tuple([part.ending for part in parts if part.ending is not None])
-        self.after = tuple([part.after for part in parts if part.after is not None])
-        self.finishes = tuple([part.finishes for part in parts if part.finishes is not None])
-        self.reports = tuple([part.reports for part in parts if part.reports is not None])
-        self.leaving = tuple([part.leaving for part in parts if part.leaving is not None])
-        self.drops = tuple([part.drops for part in parts if part.drops is not None])
-        self.given_up = tuple([part.given_up for part in parts if part.given_up is not None])
-        self.has_any = tuple([part.has_any for part in parts if part.has_any is not None])
-        self.bounds = tuple([part.bounds for part in parts if part.bounds is not None])
-        self.changes = tuple([part.changes for part in parts if part.changes is not None])
+        self.before = tuple([part["before"] for part in parts if "before" in part])
+        self.turns = tuple([part["turns"] for part in parts if "turns" in part])
+        self.resumes = tuple([part["resumes"] for part in parts if "resumes" in part])
+        self.entries = tuple([part["entries"] for part in parts if "entries" in part])
+        self.starts = tuple([part["starts"] for part in parts if "starts" in part])
+        self.started = tuple([part["started"] for part in parts if "started" in part])
+        self.blocked = tuple([part["blocked"] for part in parts if "blocked" in part])
+        self.closing = tuple([part["closing"] for part in parts if "closing" in part])
+        self.planned = tuple([part["planned"] for part in parts if "planned" in part])
+        self.ending = tuple([part["ending"] for part in parts if "ending" in part])
+        self.after = tuple([part["after"] for part in parts if "after" in part])
+        self.finishes = tuple([part["finishes"] for part in parts if "finishes" in part])
+        self.reports = tuple([part["reports"] for part in parts if "reports" in part])
+        self.leaving = tuple([part["leaving"] for part in parts if "leaving" in part])
+        self.drops = tuple([part["drops"] for part in parts if "drops" in part])
+        self.given_up = tuple([part["given_up"] for part in parts if "given_up" in part])
+        self.has_any = tuple([part["has_any"] for part in parts if "has_any" in part])
+        self.bounds = tuple([part["bounds"] for part in parts if "bounds" in part])
+        self.changes = tuple([part["changes"] for part in parts if "changes" in part])

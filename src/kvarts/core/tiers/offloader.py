@@ -30,8 +30,9 @@ from kvarts.core.kv.cache import BlockTable, Cache
 from kvarts.core.kv.eviction import PinnedPages
 from kvarts.core.kv.transfer import Awaited, Coming, Direction, Move, Offer, PrefillNs, TransferTotals, Weighed
 from kvarts.core.tiers.channel import Channel
+from kvarts.core.tiers.config import OffloadConfig
 from kvarts.core.tiers.layout import Layout, Tier
-from kvarts.core.tiers.transfers import ALL, NEVER_NS, Copies, Loading, Transfers, UnderWay
+from kvarts.core.tiers.transfers import NEVER_NS, Copies, Loading, Transfers, UnderWay
 from kvarts.core.tiers.weigher import Weigher
 
 __all__ = ["Offloader"]
@@ -42,25 +43,20 @@ LayoutT = TypeVar("LayoutT", bound=Layout[Any])
 class Offloader(Transfers, Generic[LayoutT]):
     """Owner of the channels between one device and the tiers below it, and of every running transfer: LowerTiers.
 
-    `layout`: the contents of device and tiers; `cache`: the device's. `full_prompt_hits`: a load may cover a whole
-    prompt. `splits`, `num_layers` and `step_tokens`: see Weigher. `with_page_ids`: transfers name pages, for an
-    executor that copies them and reports; otherwise they end at the time that their channel predicts. `workers`: how
-    many must report a transfer. Every `fail_every`-th fails; 0: no transfer does. `emit` receives events.
+    `layout`: the contents of device and tiers; `cache`: the device's. `splits` and `step_tokens`: see Weigher.
+    `with_page_ids`: transfers name pages, for an executor that copies them and reports; otherwise they end at the time
+    that their channel predicts. `emit` receives events.
     """
 
     def __init__(
         self,
         cache: Cache,
         layout: LayoutT,
+        offload: OffloadConfig,
         *,
-        full_prompt_hits: bool = False,
         prefill: PrefillNs | None = None,
         splits: bool = True,
-        num_layers: int = 1,
         step_tokens: int = 1,
-        deadline_ns: int = ALL,
-        workers: int = 1,
-        fail_every: int = 0,
         with_page_ids: bool = False,
         emit: Emit | None = None,
     ) -> None:
@@ -73,17 +69,17 @@ class Offloader(Transfers, Generic[LayoutT]):
                 layout.page_bytes,
                 prefill,
                 splits=splits and prefill is not None and not with_page_ids and layout.can_split,
-                num_layers=num_layers,
+                num_layers=1 if with_page_ids or offload.load_overlap == "none" else offload.num_layers,
                 step_tokens=step_tokens,
             ),
-            deadline_ns=deadline_ns,
-            workers=workers,
-            fail_every=fail_every,
+            deadline_ns=round(offload.deadline_s * 1e9),
+            workers=offload.workers,
+            fail_every=offload.fail_every,
             with_page_ids=with_page_ids,
         )
         cache.lender = self
         self.layout = layout
-        self.full_prompt_hits = full_prompt_hits
+        self.full_prompt_hits = offload.full_prompt_hits
         self.block_bytes = layout.block_bytes
         self.tiers: tuple[Tier, ...] = tuple(each.tier for each in connected)
         self.tier_names = tuple(tier.name for tier in self.tiers)

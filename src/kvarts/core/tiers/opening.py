@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from kvarts.core.config import EngineConfig
 from kvarts.core.event_log import Emit
@@ -28,6 +28,15 @@ if TYPE_CHECKING:
 
 __all__ = ["TiersToOpen", "open_offloader", "open_page_files", "prepare_tiers"]
 
+
+class LeftInFiles(NamedTuple):
+    """Keys of the pages in files that an earlier run has left, and their namespace, as in FileTier."""
+
+    keys: Iterable[bytes] = ()
+    namespace: str = ""
+
+
+NOTHING_LEFT = LeftInFiles()
 OpenTier = Callable[[Emit | None], ConnectedTier[Any]]
 
 
@@ -133,13 +142,10 @@ class TiersToOpen:
         opened = open_offloader(
             self._offload,
             cache,
-            page_size=self._config.page_size,
-            max_num_batched_tokens=self._config.max_num_batched_tokens,
-            memory=self._memory,
+            self._config,
             with_page_ids=with_page_ids,
             emit=emit,
-            known_keys=self._known_keys,
-            namespace=namespace or "",
+            left=LeftInFiles(self._known_keys, namespace or ""),
             order=self._safe_first,
             prefill=prefill,
             splits=splits,
@@ -153,25 +159,24 @@ class TiersToOpen:
 def open_offloader(
     offload: OffloadConfig,
     cache: Cache,
+    config: EngineConfig,
     *,
-    page_size: int,
-    max_num_batched_tokens: int,
-    memory: GroupMemory | None = None,
     with_page_ids: bool = False,
     emit: Emit | None = None,
-    known_keys: Iterable[bytes] = (),
-    namespace: str = "",
+    left: LeftInFiles = NOTHING_LEFT,
     order: SafeFirst | None = None,
     prefill: PrefillNs | None = None,
     splits: bool = True,
     more: Sequence[ConnectedTier[Any]] = (),
 ) -> Offloader[Any]:
-    """Open the tiers of `offload` below `cache`. `memory`: the KV groups of `cache`, if it has any.
+    """Open the tiers of `offload` below `cache`, the device's in an engine of `config`.
 
     `order`: the eviction order of `cache`, for a lazy policy without groups. `splits`: a request may compute its first
     pages while others are loaded. `more`: tiers below these, which are open already.
     """
     make = MeasuredChannel if with_page_ids else Channel
+    page_size, max_num_batched_tokens = config.page_size, config.max_num_batched_tokens
+    memory = None if isinstance(cache, PageCache) else cast("GroupPages", cache).memory
     connected: list[ConnectedTier[Any]] = []
     specs = offload.specs(page_size, memory)
     is_exclusive = _is_exclusive(offload, specs, page_size, max_num_batched_tokens, memory)
@@ -183,8 +188,7 @@ def open_offloader(
             memory,
             with_page_ids=with_page_ids,
             emit=emit,
-            known_keys=known_keys,
-            namespace=namespace,
+            left=left,
         )
         connected.append(ConnectedTier(tier, spec.write.open(make), spec.read.open(make)))
     connected += more
@@ -194,21 +198,18 @@ def open_offloader(
     if memory is None:
         whole = cast(PageCache, cache)
         policy: PagePolicy = EagerPolicy(whole)
-        exclusive_free: int | None = None
         assert (order is not None) == offload.is_lazy, "a lazy policy stores what `order` would evict next"
         if order is not None:
             num_pages = sum(each.tier.num_pages for each in connected)
             stored = is_exclusive and cache.pool.make_room is None
             target_free = _target_free(offload, num_pages, page_size, max_num_batched_tokens, stores_displaced=stored)
-            policy = LazyPolicy(whole, order, target_free)
-            exclusive_free = target_free if is_exclusive else None
+            policy = LazyPolicy(whole, order, target_free, is_exclusive=is_exclusive)
         layout = PageLayout(
             whole,
             connected,
             policy,
             page_bytes=offload.kv_bytes_per_token * page_size,
             order=order,
-            exclusive_free=exclusive_free,
             swaps=swaps,
             store_within_ns=store_within_ns,
             with_page_ids=with_page_ids,
@@ -239,14 +240,10 @@ def open_offloader(
     return Offloader(
         cache,
         layout,
-        full_prompt_hits=offload.full_prompt_hits,
+        offload,
         prefill=prefill,
         splits=splits,
-        num_layers=1 if with_page_ids or offload.load_overlap == "none" else offload.num_layers,
         step_tokens=max_num_batched_tokens,
-        deadline_ns=round(offload.deadline_s * 1e9),
-        workers=offload.workers,
-        fail_every=offload.fail_every,
         with_page_ids=with_page_ids,
         emit=emit,
     )
@@ -260,22 +257,21 @@ def _open_tier(
     *,
     with_page_ids: bool,
     emit: Emit | None,
-    known_keys: Iterable[bytes],
-    namespace: str,
+    left: LeftInFiles,
 ) -> Any:
     """Return the tier of `spec`, below `place` others."""
     has_keys = spec.is_files and with_page_ids
     if memory is None and has_keys:
         from kvarts.core.tiers.filetier import FileTier
 
-        return FileTier(spec.name, spec.num_pages, known_keys=known_keys, namespace=namespace)
+        return FileTier(spec.name, spec.num_pages, known_keys=left.keys, namespace=left.namespace)
     if memory is None:
         return MemoryTier(spec.name, spec.num_pages, with_slots=with_page_ids)
     size = spec.name, spec.num_pages, memory, cast("GroupPages", cache).parts.tree
     if has_keys:
         from kvarts.core.tiers.part_files import PartFiles
 
-        return PartFiles(*size, place=place, known_keys=known_keys, namespace=namespace, emit=emit)
+        return PartFiles(*size, place=place, known_keys=left.keys, namespace=left.namespace, emit=emit)
     from kvarts.core.tiers.part_tier import PartTier
 
     return PartTier(*size, place=place, with_slots=with_page_ids, emit=emit)

@@ -117,10 +117,7 @@ class PageLayout(Layout[MemoryTier]):
     """Whole pages of `cache` and of the tiers below it: pages stored in one are then stored in the next.
 
     `policy`: which pages are stored below the device, and when. `order`: the eviction order of `cache`, for a policy
-    that stores the pages that are evicted next. `exclusive_free`: the first tier releases pages that the device has
-    again when it needs room, and a slower one at once if it has fewer empty pages than this; as many of those that a
-    tier evicts next are spilled. None: tiers keep what they have, and spill what arrives. `swaps`: preempted requests
-    keep all their pages in the first tier.
+    that stores the pages that are evicted next. `swaps`: preempted requests keep all their pages in the first tier.
     """
 
     def __init__(
@@ -131,7 +128,6 @@ class PageLayout(Layout[MemoryTier]):
         *,
         page_bytes: int,
         order: SafeFirst | None = None,
-        exclusive_free: int | None = None,
         store_within_ns: int = ALL,
         swaps: bool = False,
         with_page_ids: bool = False,
@@ -155,11 +151,11 @@ class PageLayout(Layout[MemoryTier]):
         self._exchange: Exchange | None = None
         self._displaced: PageCopies | None = None
         """The store of what the load evicts that is about to begin."""
-        if exclusive_free is not None:
+        if policy.exclusive_pages is not None:
             if cache.pool.make_room is None:  # else others might get the pages that a load evicts
                 self._exchange = Exchange(connected[0].write, connected[0].read, page_bytes)
-            self._duplicates = Duplicates(self.own, num_free=exclusive_free, num_here=cache.tree.num_found)
-            self.backlog = self._late_spills = LateSpills(len(self.own), exclusive_free)
+            self._duplicates = Duplicates(self.own, num_free=policy.exclusive_pages, num_here=cache.tree.num_found)
+            self.backlog = self._late_spills = LateSpills(len(self.own), policy.exclusive_pages)
         self._swaps = swaps
         self._emit = emit
         for place, tier in enumerate(self.own):

@@ -249,6 +249,7 @@ class EagerPolicy:
     """Every page is stored in the step after it became complete, with missing pages before it."""
 
     stores_deepest_first = False
+    exclusive_pages: int | None = None
 
     def __init__(self, cache: PageCache) -> None:
         self._cache = cache
@@ -320,11 +321,16 @@ class LazyPolicy:
     A loss is a page that no lower tier has and a request could look up; pages of unknown tokens are not a loss. The
     device evicts safe pages first, so the scan begins at the oldest unsafe one, and ends at its target. Each run that
     it visits is covered or chosen, so it never visits more than `target_free` of them, and always makes progress.
+
+    `is_exclusive`: the first tier releases pages that the device has again when it needs room, and a slower one at once
+    if it has fewer empty pages than `exclusive_pages`; as many of those that a tier evicts next are spilled. Otherwise
+    tiers keep what they have, and spill what arrives.
     """
 
     stores_deepest_first = True
 
-    def __init__(self, cache: PageCache, order: SafeFirst, target_free: int) -> None:
+    def __init__(self, cache: PageCache, order: SafeFirst, target_free: int, *, is_exclusive: bool = False) -> None:
+        self.exclusive_pages = target_free if is_exclusive else None
         self._cache = cache
         self._order = order
         self._target_free = target_free

@@ -55,7 +55,7 @@ class SessionTurns:
             return None
 
         def make(index: int, now_ns: int) -> Request:
-            return Request(
+            request = Request(
                 index,
                 session.content,
                 num_prompt_tokens=length,
@@ -63,8 +63,9 @@ class SessionTurns:
                 arrival_ns=now_ns,
                 own=session.pages,
                 start=0 if session.pages is None else session.num_computed,
-                computes_only=True,
             )
+            request.computes_only = True
+            return request
 
         return self._start(engine, session, make_request=make, params=COMPUTE_ONLY)
 

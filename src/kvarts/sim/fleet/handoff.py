@@ -131,8 +131,8 @@ class Handoff(LinkTransfer):
                 decode.arrival_ns,
                 decode.priority,
                 decode.request_id,
-                is_handed_over=True,
             )
+            self.prefill.is_handed_over = True
         return self.prefill
 
     def do_both(self) -> None:

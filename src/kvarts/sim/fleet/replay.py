@@ -89,9 +89,7 @@ def replay_fleet(
             router_pool.router,
             router_pool.engines,
             log,
-            delay_ns=first.frontend_ns,
-            timeout_ns=first.client_timeout_ns,
-            stops=first.stop_tokens,
+            config=first,
         )
 
     opened = BuiltFleet(config, by_model=bool(models))

@@ -64,8 +64,7 @@ def replay_several(
                 engines[name],
                 log,
                 priority=share.priority,
-                delay_ns=of_model.frontend_ns,
-                timeout_ns=of_model.client_timeout_ns,
+                config=of_model,
             )
         )
     loops = []
