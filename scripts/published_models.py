@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from kvarts.base.errors import ConfigError
+from kvarts.core.config import EngineConfig
 from kvarts.core.kv.layers import KvLayer
 from kvarts.cost.hardware import model_config
 from kvarts.cost.hardware.config_layers import ConfigFields
@@ -192,10 +193,8 @@ def _fitting(geometry: Geometry, device: Device, split: int) -> str:
         memory = fit_memory(
             msgspec.structs.replace(geometry, state=None, layers=_without_states(geometry)),
             device,
-            page_size=16,
+            EngineConfig(max_num_batched_tokens=8192, max_num_seqs=1024),
             memory_fraction=0.92,
-            max_num_batched_tokens=8192,
-            max_num_seqs=1024,
             tensor_parallel=split,
         )
     except ConfigError:

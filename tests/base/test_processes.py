@@ -116,7 +116,8 @@ def test_a_trace_is_the_same_in_another_process(is_list: bool) -> None:
 
 
 def test_a_trace_in_another_process_names_its_models() -> None:
-    trace = Trace((), names_models=True)
+    trace = Trace(())
+    trace.names_models = True
     assert pickle.loads(pickle.dumps(trace)).names_models
 
 

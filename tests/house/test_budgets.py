@@ -1,4 +1,4 @@
-"""Budgets that only fall: lines of a function, members of a Protocol, members that are not implemented, options."""
+"""Budgets that only fall: lines and parameters of a function, members of a Protocol and those not implemented, options."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ def counted(tree: ast.AST, prefix: str) -> Iterator[tuple[str, str, int]]:
         if isinstance(node, FUNCTIONS):
             assert node.end_lineno is not None
             yield "function_lines", name, node.end_lineno - node.lineno + 1
+            args = node.args
+            yield "parameters", name, len(args.posonlyargs + args.args + args.kwonlyargs)
         else:
             yield "not_implemented", name, ast.unparse(node).count("raise NotImplementedError")
             if any(ast.unparse(base).split("[")[0] in ("Protocol", "typing.Protocol") for base in node.bases):
@@ -93,5 +95,7 @@ def test_what_is_counted() -> None:
         ("function_lines", "A.f", 2),
         ("function_lines", "g", 2),
         ("not_implemented", "A", 1),
+        ("parameters", "A.f", 1),
+        ("parameters", "g", 0),
         ("protocol_members", "A", 2),
     ]

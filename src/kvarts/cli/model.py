@@ -239,14 +239,12 @@ def show_command(
             fit = fit_memory(
                 geometry,
                 device,
-                page_size=page_size,
+                engine,
                 tensor_parallel=tensor_parallel,
                 data_parallel=on.data_parallel,
                 pipeline_parallel=on.pipeline_parallel,
                 memory_fraction=on.memory_fraction,
                 kv_dtype=kv_dtype,
-                max_num_batched_tokens=engine.max_num_batched_tokens,
-                max_num_seqs=engine.max_num_seqs,
             )
         token_bytes = local_kv_bytes_per_token(geometry, tensor_parallel, kv_dtype, on.pipeline_parallel)
         placed: dict[str, Any] = {

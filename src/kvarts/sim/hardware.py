@@ -242,14 +242,12 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
         return fit_memory(
             self.geometry,
             load_device(on.device),
-            page_size=engine.page_size,
+            engine,
             tensor_parallel=on.tensor_parallel,
             data_parallel=on.data_parallel,
             pipeline_parallel=on.pipeline_parallel,
             memory_fraction=on.memory_fraction,
             kv_dtype=kv_dtype,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            max_num_seqs=engine.max_num_seqs,
             num_draft_layers=self.num_draft_layers,
             states_in_pool=states_in_pool,
         )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvarts.base.errors import ConfigError, InputError, KvartsError, MissingFileError
+from kvarts.core.config import EngineConfig
 from kvarts.cost.hardware.device import Device, device_names, load_device
 from kvarts.cost.hardware.fit import MemoryFit, fit_memory, local_kv_bytes_per_token, local_weight_bytes
 from kvarts.cost.hardware.geometry import Geometry
@@ -276,14 +277,15 @@ def test_a_device_that_cannot_be(name: str) -> None:
         load_device(name)
 
 
-def fit_of(model: Geometry, device: Device, **changes: Any) -> MemoryFit:
-    settings = {"page_size": 16, "memory_fraction": 0.9, "max_num_batched_tokens": 8192, "max_num_seqs": 256}
-    return fit_memory(model, device, **{**settings, **changes})
+def fit_of(model: Geometry, device: Device, num_tokens: int = 8192, **changes: Any) -> MemoryFit:
+    return fit_memory(
+        model, device, EngineConfig(max_num_batched_tokens=num_tokens), **{"memory_fraction": 0.9, **changes}
+    )
 
 
 def test_pages_that_fit() -> None:
     llama, device = load_geometry("llama-3.1-8b"), load_device("rtx-4090")
-    fit = fit_of(llama, device, max_num_batched_tokens=2048)
+    fit = fit_of(llama, device, 2048)
     used = fit.weight_bytes + fit.activation_bytes + fit.context_bytes
     assert fit.page_bytes == 16 * 131_072
     assert fit.num_pages * fit.page_bytes <= 0.9 * device.memory_bytes - used < (fit.num_pages + 1) * fit.page_bytes
@@ -304,9 +306,7 @@ def test_devices_share_weights_and_heads() -> None:
     assert local_kv_bytes_per_token(latent, 8) == latent.kv_bytes_per_token()
 
 
-@pytest.mark.parametrize(
-    "setting", [{"tensor_parallel": 0}, {"memory_fraction": 0.0}, {"memory_fraction": 1.5}, {"page_size": 0}]
-)
+@pytest.mark.parametrize("setting", [{"tensor_parallel": 0}, {"memory_fraction": 0.0}, {"memory_fraction": 1.5}])
 def test_a_fit_that_cannot_be(setting: dict[str, Any]) -> None:
     (field,) = setting
     with pytest.raises(ConfigError, match=field):

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.base.errors import ConfigError
+from kvarts.core.config import EngineConfig
 from kvarts.core.kv.layers import KvKind, KvLayer, grouped
 from kvarts.cost.hardware.device import load_device
 from kvarts.cost.hardware.fit import fit_memory, fit_sequences, local_kv_groups, sequence_bytes
@@ -92,10 +93,8 @@ def test_models_that_keep_everything_count_as_before(name: str, ways: int) -> No
     memory = fit_memory(
         geometry,
         device,
-        page_size=16,
+        EngineConfig(),
         memory_fraction=0.9,
-        max_num_batched_tokens=8192,
-        max_num_seqs=256,
         tensor_parallel=ways,
     )
     sequence = fit_sequences(geometry, 10_000, page_size=16, tensor_parallel=ways, memory=memory)
@@ -108,10 +107,8 @@ def test_a_prompt_that_is_computed_holds_more_than_its_window() -> None:
     memory = fit_memory(
         gemma,
         load_device("h100-80gb"),
-        page_size=16,
+        EngineConfig(),
         memory_fraction=0.9,
-        max_num_batched_tokens=8192,
-        max_num_seqs=256,
     )
     few = fit_sequences(gemma, 32_768, page_size=16, memory=memory)
     many = fit_sequences(gemma, 32_768, page_size=16, memory=memory, max_num_batched_tokens=8192)
@@ -127,13 +124,13 @@ def test_states_are_set_aside() -> None:
     assert qwen.state_bytes == state
     assert qwen.kv_bytes(1) == state + qwen.kv_bytes_per_token()
     assert qwen.kv_bytes(0) == 0
-    settings = {"page_size": 16, "memory_fraction": 0.9, "max_num_batched_tokens": 2048}
-    fit = fit_memory(qwen, device, max_num_seqs=64, **settings)  # type: ignore[arg-type]
+    few, many = (EngineConfig(max_num_batched_tokens=4096, max_num_seqs=num_seqs) for num_seqs in (64, 4096))
+    fit = fit_memory(qwen, device, few, memory_fraction=0.9)
     assert fit.state_bytes == 64 * state
     assert fit.num_pages == (fit.kv_bytes - 64 * state) // fit.page_bytes
     assert f"{fit.state_bytes / 2**30:.2f} states" in fit.equation
     with pytest.raises(ConfigError, match="max_seqs"):
-        fit_memory(qwen, device, max_num_seqs=4096, **settings)  # type: ignore[arg-type]
+        fit_memory(qwen, device, many, memory_fraction=0.9)
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 1 << 31])

@@ -273,7 +273,9 @@ def test_a_request_for_a_model_that_is_not_there_is_an_error(model: str | None, 
 def test_a_stream_is_not_read_beforehand() -> None:
     config = FleetConfig(pools=(pool("llama"), pool("qwen")))
     rows = (request(row, model) for row, model in enumerate(["llama", "mistral", "qwen"]))
-    report = replay(Trace(rows, names_models=True), config)
+    trace = Trace(rows)
+    trace.names_models = True
+    report = replay(trace, config)
     assert report.requests["status"] == ["completed", "rejected", "completed"]
     assert report.requests["reason"][1] == "no worker has the model 'mistral'"
     assert [model["num_requests"] for model in report.summary["fleet"]["models"]] == [1, 1]
@@ -285,7 +287,7 @@ def test_a_stream_whose_models_are_not_announced_is_an_error() -> None:
     config = FleetConfig(pools=(pool("llama"), pool("qwen")))
     with pytest.raises(InputError, match="row 2 names a model") as caught:
         replay(Trace(iter(rows)), config)
-    assert caught.value.field == "model" and "names_models=True" in (caught.value.hint or "")
+    assert caught.value.field == "model" and "`names_models`" in (caught.value.hint or "")
     assert replay(Trace(iter(rows)), FleetConfig(pools=(pool("llama"),))).requests["status"] == ["completed"] * 2
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 from kvarts.base.errors import ConfigError
 from kvarts.base.limits import check_whole
+from kvarts.core.config import EngineConfig
 from kvarts.core.kv.layers import KvLayer
 from kvarts.core.kv.number_formats import dtype_bits, whole_bytes
 from kvarts.cost.hardware.device import Device
@@ -184,11 +185,9 @@ def local_state_bytes(
 def fit_memory(
     geometry: Geometry,
     device: Device,
+    engine: EngineConfig,
     *,
-    page_size: int,
     memory_fraction: float,
-    max_num_batched_tokens: int,
-    max_num_seqs: int,
     tensor_parallel: int = 1,
     data_parallel: int = 1,
     pipeline_parallel: int = 1,
@@ -196,7 +195,7 @@ def fit_memory(
     num_draft_layers: int = 0,
     states_in_pool: bool = False,
 ) -> MemoryFit:
-    """Return the number of pages of `page_size` tokens that fit. Raise ConfigError if none fits besides the weights.
+    """Return the number of pages of `engine` that fit. Raise ConfigError if none fits besides the weights.
 
     `states_in_pool`: states take blocks as requests run, as in vLLM; else they are set aside for `max_num_seqs`.
     Activations are an estimate; an engine measures its real needs. Per token of a step: the residual stream twice,
@@ -212,8 +211,7 @@ def fit_memory(
             raise ConfigError(f"must be at least 1, got {count}", field=field)
     if not 0.0 < memory_fraction <= 1.0:
         raise ConfigError(f"must be above 0 and at most 1, got {memory_fraction}", field="memory_fraction")
-    if page_size < 1:
-        raise ConfigError(f"must be at least 1, got {page_size}", field="page_size")
+    page_size, max_num_seqs = engine.page_size, engine.max_num_seqs
     number_bytes = float(dtype_bits(geometry.dtype, field="dtype")) / 8
     width = geometry.intermediate_size
     if geometry.experts is not None:
@@ -222,7 +220,7 @@ def fit_memory(
             geometry.experts.per_token * geometry.experts.intermediate_size + geometry.experts.shared_size,
         )
     split = (geometry.num_heads * geometry.head_dim + 3 * width) / tensor_parallel
-    activation_bytes = round(max_num_batched_tokens * (2 * geometry.hidden_size + split) * number_bytes)
+    activation_bytes = round(engine.max_num_batched_tokens * (2 * geometry.hidden_size + split) * number_bytes)
     activation_bytes += 2 * 4 * max_num_seqs * geometry.vocab_size // tensor_parallel
     weight_bytes = local_weight_bytes(geometry, **ways)
     page_bytes = page_size * local_kv_bytes_per_token(geometry, tensor_parallel, kv_dtype, pipeline_parallel)

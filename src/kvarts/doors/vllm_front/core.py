@@ -254,7 +254,6 @@ class FrontCore:
     """The core of one rank. `held`, `times`: around the engine of `host`, and among its readers.
 
     `answering`: returns what answers calls, given this core: of their names, arguments and a function for the result.
-    `recorder`: receives the requests that arrive; None for none.
     """
 
     def __init__(
@@ -269,8 +268,6 @@ class FrontCore:
         times: StepTimes,
         script: FailureScript,
         answering: Callable[[FrontCore], AnswerCall],
-        recorder: ArrivalRecorder | None = None,
-        rank: int = 0,
     ) -> None:
         self.protocol = protocol
         self.model = model
@@ -280,8 +277,9 @@ class FrontCore:
         self._link = link
         self._held = held
         self._script = script
-        self.recorder = recorder
-        self._rank = rank
+        self.recorder: ArrivalRecorder | None = None
+        """Receives the requests that arrive; None for none."""
+        self._rank = link.rank
         assert isinstance(host.clock, PacedClock)
         self._clock = host.clock
         self._per_ns = 1e-9 / host.clock.speedup

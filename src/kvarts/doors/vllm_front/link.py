@@ -52,6 +52,7 @@ class Link:
 
     def __init__(self, handshake: str, rank: int) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
+        self.rank = rank
         self._identity = rank.to_bytes(2, "little")
         self._handshake = self._socket(zmq.DEALER)
         try:

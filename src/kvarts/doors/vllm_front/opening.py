@@ -59,7 +59,7 @@ def open_core(
     """
     link = Link(settings.handshake, rank)
     try:
-        return _connected(config, model, protocol, settings, link, rank, readers, goes_on)
+        return _connected(config, model, protocol, settings, link, readers, goes_on)
     except BaseException:
         link.close()
         raise
@@ -71,7 +71,6 @@ def _connected(
     protocol: Protocol,
     settings: FrontSettings,
     link: Link,
-    rank: int,
     readers: Sequence[EventReader],
     goes_on: Callable[[], object],
 ) -> FrontCore:
@@ -108,10 +107,10 @@ def _connected(
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
-        "data_parallel_rank": rank,
+        "data_parallel_rank": link.rank,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
-        "instance_id": f"kvarts-{rank}",
+        "instance_id": f"kvarts-{link.rank}",
         "supports_lora": True,
         "max_loras": 1,
         "enable_sleep_mode": True,
@@ -129,9 +128,8 @@ def _connected(
         times=times,
         script=script,
         answering=lambda core: Calls(core).call,
-        rank=rank,
-        recorder=ArrivalRecorder() if settings.is_recording else None,
     )
+    core.recorder = ArrivalRecorder() if settings.is_recording else None
     named = settings.parallel_config_hash
     link.say_ready({} if named is None else {"parallel_config_hash": named}, goes_on=goes_on)
     return core

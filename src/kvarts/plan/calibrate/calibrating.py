@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import overload
 
@@ -49,8 +49,6 @@ def fit(
     *,
     prompts: Traffic | None = None,
     series: File | Series | None = None,
-    columns: Mapping[str, str] | None = None,
-    time_unit: str = "s",
     trace_block_size: int = 512,
     fit_on: int | None = None,
     seed: int = 0,
@@ -67,8 +65,6 @@ def fit(
     *,
     prompts: Traffic | None = None,
     series: File | Series | None = None,
-    columns: Mapping[str, str] | None = None,
-    time_unit: str = "s",
     trace_block_size: int = 512,
     fit_on: int | None = None,
     seed: int = 0,
@@ -84,8 +80,6 @@ def fit(
     *,
     prompts: Traffic | None = None,
     series: File | Series | None = None,
-    columns: Mapping[str, str] | None = None,
-    time_unit: str = "s",
     trace_block_size: int = 512,
     fit_on: int | None = None,
     seed: int = 0,
@@ -100,11 +94,11 @@ def fit(
     MeasuredRun contains both. A file of steps is fitted without replays and returns a StepFit.
 
     For a single run: `prompts` gives the prefixes that its prompts share; `series` its KV use over time; with `fit_on`,
-    the fit uses the first `fit_on` requests and is tested on the others. `columns`, `time_unit` and `trace_block_size`:
-    how to read files. `prior`: initial constants with their uncertainty, instead of the built-in ones. `workers`:
-    processes that replay, with the same result; more than one requires a script that can be imported; None: one per
-    core, where that pays. `on_progress` receives the number of replays made. The result depends only on the input and
-    `seed`.
+    the fit uses the first `fit_on` requests and is tested on the others. `trace_block_size`: how to read prompts; for
+    measured times in other columns or units, give what `load_measured` returns. `prior`: initial constants with their
+    uncertainty, instead of the built-in ones. `workers`: processes that replay, with the same result; more than one
+    requires a script that can be imported; None: one per core, where that pays. `on_progress` receives the number of
+    replays made. The result depends only on the input and `seed`.
 
     Raise ConfigError without SciPy, for incompatible arguments, for a cost model other than a roofline, and for a pool
     that is too small for a measured request; MissingFileError and InputError for files.
@@ -113,13 +107,13 @@ def fit(
     if fit_on is not None:
         check_whole(fit_on, "fit_on")
     if isinstance(runs, Path | str) and Path(runs).suffix != ".toml" and is_of_steps(located(runs)):
-        of_requests = {"prompts": prompts, "series": series, "columns": columns, "fit_on": fit_on, "prior": prior}
+        of_requests = {"prompts": prompts, "series": series, "fit_on": fit_on, "prior": prior}
         for field, value in of_requests.items():
             if value is not None:
                 raise ConfigError("is for a run of requests, and this is one of steps", field=field, hint="Omit it.")
         return _fit_steps(located(runs), config)
     several = [runs] if isinstance(runs, Path | str | Measured | CalibrationRun) else list(runs)
-    options = RunOptions(None, trace_block_size, None, columns, time_unit, None)
+    options = RunOptions(None, trace_block_size, None, None, "s", None)
     loaded = [_run(run, config, options) for run in several]
     of_one = {
         "prompts": None if prompts is None else _prompts(prompts, trace_block_size),

@@ -96,11 +96,7 @@ class LiveTimeline:
         row = self._row(
             done.step,
             done.start_ns,
-            done.num_used,
-            done.num_cached,
-            done.num_released,
-            done.num_running,
-            done.num_waiting,
+            (done.num_used, done.num_cached, done.num_released, done.num_running, done.num_waiting),
             done.tiers,
             done.num_withheld,
             done.num_reserved,
@@ -120,27 +116,15 @@ class LiveTimeline:
             num_withheld = 0
             if turns is not None:
                 start_ns, num_cached, num_withheld = turns.starts_ns[index], turns.cached[index], turns.withheld[index]
-            rows.append(
-                self._row(
-                    done.step + index,
-                    start_ns,
-                    num_used,
-                    num_cached,
-                    done.num_released,
-                    done.num_running,
-                    done.num_waiting,
-                    done.tiers,
-                    num_withheld,
-                    done.num_reserved,
-                )
-            )
+            counts = num_used, num_cached, done.num_released, done.num_running, done.num_waiting
+            rows.append(self._row(done.step + index, start_ns, counts, done.tiers, num_withheld, done.num_reserved))
             start_ns += duration_ns
         self._write(rows)
 
     def record_rest(self, rest: AtRest) -> None:
         """Write a rest: the engine ran out of work."""
-        counts = rest.num_used, rest.num_cached, rest.num_released
-        self._write([self._row(rest.step, rest.time_ns, *counts, 0, 0, rest.tiers, 0, rest.num_reserved)])
+        counts = rest.num_used, rest.num_cached, rest.num_released, 0, 0
+        self._write([self._row(rest.step, rest.time_ns, counts, rest.tiers, 0, rest.num_reserved)])
 
     def close(self) -> None:
         """Write the totals, and close the file."""
@@ -162,15 +146,12 @@ class LiveTimeline:
         self,
         step: int,
         time_ns: int,
-        num_used: int,
-        num_cached: int,
-        num_released: int,
-        num_running: int,
-        num_waiting: int,
+        counts: tuple[int, int, int, int, int],
         side_counts: tuple[int, ...],
         num_withheld: int,
         num_reserved: int,
     ) -> Row:
+        num_used, num_cached, num_released, num_running, num_waiting = counts
         freed = num_released - self._released
         allocated = num_used - self._used + freed
         self._used, self._released = num_used, num_released

@@ -487,7 +487,7 @@ class FleetDriver(FleetTransitions):
                 raise InputError(
                     f"row {row.row + 1} names a model",
                     field="model",
-                    hint="Make the Trace with names_models=True, or pass its requests as a list.",
+                    hint="Set `names_models` of the Trace, or pass its requests as a list.",
                 )
             return 0
         if row.direct is not None and row.direct.worker < len(self.workers):

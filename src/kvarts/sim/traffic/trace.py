@@ -31,9 +31,10 @@ def _made_again(
     facts: dict[str, Any],
     concurrency: int | None,
     source_of: Callable[[Trace], Any] | None,
+    names_models: bool,
 ) -> Trace:
     trace = Trace(requests, **facts)
-    trace.concurrency, trace.source_of = concurrency, source_of
+    trace.concurrency, trace.source_of, trace.names_models = concurrency, source_of, names_models
     return trace
 
 
@@ -42,8 +43,7 @@ class Trace:
 
     `requests` may be any iterable. If it is neither a list nor RequestColumns, it is read on demand and must be in
     arrival order. `has_output_tokens`: some requests have `output_units`, so prompts must be compared token by token.
-    `has_sessions`: some requests have a `session_id` or wait for others; `names_models`: some name the model that they
-    ask for; both are determined automatically for a list.
+    `has_sessions`: some requests have a `session_id` or wait for others; determined automatically for a list.
     `knows_prefixes`: the trace records which prefixes prompts share; if not, no prompts share any.
     `left_out`: number of rows of the file that are not requests here, by reason. `warnings`: notes on how the file was
     read, which reports repeat.
@@ -63,7 +63,6 @@ class Trace:
         unit_tokens: int = 1,
         has_output_tokens: bool = False,
         has_sessions: bool = False,
-        names_models: bool = False,
         knows_prefixes: bool = True,
         name: str = "trace",
         num_skipped_lines: int = 0,
@@ -74,11 +73,12 @@ class Trace:
         self._known: Sequence[TraceRequest] | None = requests if isinstance(requests, list | RequestColumns) else None
         self.unit_tokens = unit_tokens
         self.has_output_tokens = has_output_tokens
+        self.names_models = False
+        """Whether some requests name the model that they ask for. Whoever reads them on demand sets it."""
         if isinstance(requests, list):
             has_sessions = any(request.session_id is not None or request.after for request in requests)
-            names_models = any(request.model is not None for request in requests)
+            self.names_models = any(request.model is not None for request in requests)
         self.has_sessions = has_sessions
-        self.names_models = names_models
         self.knows_prefixes = knows_prefixes
         self.name = name
         self.num_skipped_lines = num_skipped_lines
@@ -95,14 +95,13 @@ class Trace:
             "unit_tokens": self.unit_tokens,
             "has_output_tokens": self.has_output_tokens,
             "has_sessions": self.has_sessions,
-            "names_models": self.names_models,
             "knows_prefixes": self.knows_prefixes,
             "name": self.name,
             "num_skipped_lines": self.num_skipped_lines,
             "left_out": self.left_out,
             "warnings": self.warnings,
         }
-        return _made_again, (self._requests, facts, self.concurrency, self.source_of)
+        return _made_again, (self._requests, facts, self.concurrency, self.source_of, self.names_models)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         return iter(self._requests)
