@@ -40,7 +40,7 @@ def cases(trace: Path) -> dict[str, tuple[str, ...]]:
 
 def taken(source: Path, arguments: tuple[str, ...]) -> tuple[float, dict[str, float]]:
     """Return the processor time of a plan, and the time until its first answers, in seconds."""
-    command = [sys.executable, "-m", "kvarts", "plan", *arguments, "--workers", "1"]
+    command = [sys.executable, "-m", "kvarts", "plan", *arguments, "--set", "workers=1"]
     environment = {**os.environ, "PYTHONPATH": str(source)}
     begun, first = time.perf_counter(), dict[str, float]()
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)

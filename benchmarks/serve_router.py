@@ -88,7 +88,7 @@ def outcome(options: argparse.Namespace, policy: str, *, is_disaggregated: bool 
             command = [
                 sys.executable, "-m", "kvarts", "mock", "--port", "0", "--served-model-name", MODEL, "--pages", "4096",
                 "--cost", "linear:step_ms=2,chunk_token_ms=0.02", "--kv-events", events[-1][0],
-                "--kv-events-replay", events[-1][1],
+                "--set", f"kv_events_replay={events[-1][1]}",
             ]  # fmt: skip
             worker = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
             stack.callback(stop, worker)

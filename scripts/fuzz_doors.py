@@ -556,7 +556,7 @@ def run(seconds: float, seed: int, pause_s: float, num_rows: int) -> dict[str, A
         server = Watched(stack, "serve sessions", "serve", "sessions", "--mock", "--speedup", "100", *options)
         address = server.find(r"listening on (\S+) for")[1]
         ports = [free_port() for _ in range(2)]
-        events = ["--kv-events", f"tcp://127.0.0.1:{ports[0]}", "--kv-events-replay", f"tcp://127.0.0.1:{ports[1]}"]
+        events = ["--kv-events", f"tcp://127.0.0.1:{ports[0]}", "--set", f"kv_events_replay=tcp://127.0.0.1:{ports[1]}"]
         keys = ["--api-key-file", str(folder / "keys")]
         mock = Watched(stack, "mock", "mock", "--port", "0", "--speedup", "100", *keys, *events)
         url = mock.find(r"(http://\S+)/v1")[1]
@@ -564,7 +564,7 @@ def run(seconds: float, seed: int, pause_s: float, num_rows: int) -> dict[str, A
         stack.callback(lambda: context.destroy(linger=0))
         publisher = Publisher(stack, context)
         watch = Watched(
-            stack, "watch", "watch", publisher.endpoint, "--replay", publisher.replay_endpoint, "--quiet",
+            stack, "watch", "watch", publisher.endpoint, "--replay", publisher.replay_endpoint, "--set", "quiet=true",
             "--events", str(folder / "journal.jsonl.gz"), "--verdict", str(folder / "verdict.json"),
         )  # fmt: skip
         asker = Asker(context, f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}")

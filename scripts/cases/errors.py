@@ -123,8 +123,8 @@ READ = [
     "[3] kvarts verify missing.json",
     "[4] kvarts verify no-text.jsonl",
     "[5] kvarts verify small.jsonl",
-    "[2] kvarts verify small.jsonl --max-bytes lots",
-    "[2] kvarts verify small.jsonl --preempt-threshold high",
+    "[2] kvarts verify small.jsonl --set max_bytes=lots",
+    "[2] kvarts verify small.jsonl --set preempt_threshold=high",
 ]
 
 WRITE = [

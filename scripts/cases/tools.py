@@ -39,10 +39,10 @@ def verify_cases() -> Iterator[Case]:
         "kvarts verify t.json\nkvarts verify t.jsonl.gz\nkvarts verify t.parquet\n"
         "kvarts verify thin.jsonl\nkvarts verify t.json --json\nkvarts verify tiers.json --json\n"
         "kvarts verify t.json t.jsonl.gz t.parquet thin.jsonl\nkvarts verify t.json thin.jsonl --json\n"
-        "[5] kvarts verify t.json --max-bytes 1MB --block-bytes 1000\n"
-        "[5] kvarts verify t.json --max-bytes 1MB --block-bytes 1000 --json\n"
-        "[6] kvarts verify t.json --max-bytes 24GiB\n"
-        "kvarts verify t.json --preempt-threshold 0.5\n"
+        "[5] kvarts verify t.json --set max_bytes=1MB --set block_bytes=1000\n"
+        "[5] kvarts verify t.json --set max_bytes=1MB --set block_bytes=1000 --json\n"
+        "[6] kvarts verify t.json --set max_bytes=24GiB\n"
+        "kvarts verify t.json --set preempt_threshold=0.5\n"
         "[3] kvarts verify t.json missing.json\n[4] kvarts verify no-json.jsonl t.json\n"
         "[3] kvarts verify missing.json no-json.jsonl t.json --json",
     )
@@ -57,7 +57,7 @@ def verify_cases() -> Iterator[Case]:
     commands.append("[5] kvarts verify damaged-free.json damaged-torn.json damaged-zero.json t.json")
     every = " ".join(f"damaged-{name}.json" for name in DAMAGES)
     commands.append(f"[5] kvarts verify --json {every}")
-    commands.append("[5] kvarts verify damaged-flux.json --max-bytes 1GB --block-bytes 100000")
+    commands.append("[5] kvarts verify damaged-flux.json --set max_bytes=1GB --set block_bytes=100000")
     yield case("verify/damaged", "\n".join(commands))
 
 
@@ -134,7 +134,7 @@ def measured_cases() -> Iterator[Case]:
         "[2] kvarts calibrate steps.jsonl\n[3] kvarts calibrate missing.jsonl --model llama-3.1-8b --device l40s",
     )
     text = f"kvarts calibrate {requests} {CALIBRATE} --prompts {prompts} --set trace_block_size=16 --out cost.toml"
-    yield case("calibrate/requests", f"{text} --set seed=1 --fit-on 25")
+    yield case("calibrate/requests", f"{text} --set seed=1 --set fit_on=25")
 
 
 def program_cases() -> Iterator[Case]:
@@ -142,7 +142,8 @@ def program_cases() -> Iterator[Case]:
     yield case("python/api", "python programs/api.py")
     yield case("python/ledger", "python programs/ledger.py")
     generate = (
-        "kvarts generate --model tiny --max-tokens 12 --ignore-eos --kv-memory 64kB --set page_size=4 --dtype float32"
+        "kvarts generate --model tiny --max-tokens 12 --set ignore_eos=true --kv-memory 64kB --set page_size=4 "
+        "--dtype float32"
     )
     sampled = "--temperature 0.9 --set top_k=40 --set top_p=0.95 --set min_p=0.01 --set repetition_penalty=1.1 --seed 5"
     yield case(

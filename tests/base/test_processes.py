@@ -310,7 +310,7 @@ def test_workers_do_not_change_a_byte_of_a_plan(
     trace.write_text("".join(SAMPLE.read_text().splitlines(keepends=True)[:40]))
     printed = []
     for workers in (1, 3):
-        command = ("plan", *options, trace, "--cost", COST, "--pages", 6000, "--workers", workers, "--json")
+        command = ("plan", *options, trace, "--cost", COST, "--pages", 6000, "--set", f"workers={workers}", "--json")
         assert run_command(*command) == 0
         printed.append(capsysbinary.readouterr().out)
     assert printed[0] == printed[1]
@@ -322,7 +322,7 @@ def test_workers_do_not_change_how_many_users_fit(
 ) -> None:
     printed = []
     for workers in (1, 2):
-        setting = ("--cost", COST, "--pages", 40_000, "--slo-ttft-ms", 4000, "--workers", workers)
+        setting = ("--cost", COST, "--pages", 40_000, "--slo-ttft-ms", 4000, "--set", f"workers={workers}")
         assert run_command("plan", "users", DATA / "coding-agents", "--users", "1..12", *setting, "--json") == 0
         printed.append(capsysbinary.readouterr().out)
     assert printed[0] == printed[1]
@@ -378,7 +378,7 @@ def test_layers_that_keep_less_are_replayed_to_the_same_bytes_in_several_process
     for workers in (1, 2):
         on = ("--model", "gpt-oss-20b", "--device", "h100-80gb", "--kv-memory", "2GiB", "--replicas", 3)
         requests = tmp_path / f"{workers}.jsonl"
-        assert run_command("replay", trace, *on, "--workers", workers, "--json", "--requests", requests) == 0
+        assert run_command("replay", trace, *on, "--set", f"workers={workers}", "--json", "--requests", requests) == 0
         printed.append((capsysbinary.readouterr().out, requests.read_bytes()))
     assert printed[0] == printed[1]
 

@@ -81,7 +81,8 @@ CALLS: dict[str, Call] = {
     "trace slice": Call(("trace.jsonl",)),
     "verify": Call(("timeline.json",)),
     "watch": Call(
-        ("tcp://127.0.0.1:1", "--duration", "0.2", "--metrics", "http://127.0.0.1:1/", "--quiet"), code=6, needs=HAS_ZMQ
+        ("tcp://127.0.0.1:1", "--duration", "0.2", "--metrics", "http://127.0.0.1:1/",
+        "--set", "quiet=true"), code=6, needs=HAS_ZMQ
     ),
     "why": Call(("trace.jsonl",)),
 }  # fmt: skip

@@ -48,7 +48,8 @@ OF_PLAN = [
     if flag.startswith("--") and flag not in {"--set", "--vllm-args", "--sglang-args"}
 ]
 VALUES = {
-    "--at": "9", "--prices": "p.toml", "--html": "x.html", "--plot": "x.svg", "--config": "c.toml", "--policy": "auto",
+    "--at": "9", "--prices": "p.toml", "--html": "x.html", "--set plot": "x.svg", "--config": "c.toml",
+    "--policy": "auto",
     "--trace": "a=b", "--model": "qwen3-8b", "--device": "l4", "--cost": "linear:step_ms=1",
     "--tier": "a:pages=1",
 }  # fmt: skip
@@ -101,9 +102,9 @@ def _value(flag: str, param: object) -> str:
         ("calibrate --design --set time_unit=ms", "--set time_unit: has no effect with --design"),
         ("calibrate --points x --set seed=3", "--set seed: has no effect with --points"),
         ("calibrate --points x --model a", "--model: has no effect with --points"),
-        ("calibrate --design --prior x", "--prior: has no effect with --design"),
-        ("calibrate --hold-out gpu", "--hold-out: has no effect without --points"),
-        ("watch tcp://127.0.0.1:1 --quiet --set every=3", "--set every: has no effect with --quiet"),
+        ("calibrate --design --set prior=x", "--set prior: has no effect with --design"),
+        ("calibrate --set hold_out=gpu", "--set hold_out: has no effect without --points"),
+        ("watch tcp://127.0.0.1:1 --set quiet=true --set every=3", "--set every: has no effect with --set quiet"),
     ],
 )
 def test_what_has_no_effect_is_refused(arguments: str, says: str, call: Call) -> None:

@@ -20,7 +20,7 @@ GIVEN = {
     "device": ("--device cuda", "cuda"),
     "attention": ("--set attention=sdpa", "sdpa"),
     "layers": ("--set layers=model", "model"),
-    "quantization": ("--quantization int4", "int4"),
+    "quantization": ("--set quantization=int4", "int4"),
     "trust_remote_code": ("--set trust_remote_code=true", True),
     "kv_groups": ("--set kv_groups=all", "all"),
     "snapshots": ("--set snapshots=branches", "branches"),

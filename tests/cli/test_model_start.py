@@ -170,7 +170,17 @@ def test_a_layout_file_is_planned(tmp_path: Path) -> None:
         'weights = "54GB"\nlayers = [\n  {count = 10, kind = "full", heads = 16, head_dim = 128},\n'
         '  {count = 52, kind = "window", window = 1024, heads = 16, head_dim = 128},\n]\n'
     )
-    arguments = ("any", "--kv-layout", str(path), "--device", "h100", "--engine", "vllm", "--set", "max_model_len=8192")
+    arguments = (
+        "any",
+        "--set",
+        f"kv_layout={path!s}",
+        "--device",
+        "h100",
+        "--engine",
+        "vllm",
+        "--set",
+        "max_model_len=8192",
+    )
     own = start(*arguments, *GIVEN)
     assert [group["layers"] for group in own["groups"]] == [10, 9, 9, 9, 9, 8, 8]
 

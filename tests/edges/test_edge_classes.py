@@ -79,7 +79,7 @@ def ports() -> list[Any]:
             ("mock", ("--port", "0", "--kv-events", "tcp://127.0.0.1:{}"), True),
             (
                 "mock",
-                ("--port", "0", "--kv-events-replay", "tcp://127.0.0.1:{}", "--kv-events", "tcp://127.0.0.1:*"),
+                ("--port", "0", "--set", "kv_events_replay=tcp://127.0.0.1:{}", "--kv-events", "tcp://127.0.0.1:*"),
                 True,
             ),
             ("replay", ("trace.jsonl", "--kv-events", "tcp://127.0.0.1:{}"), True),

@@ -25,7 +25,8 @@ WRITING: dict[str, tuple[str, ...]] = {
     "calibrate": (*CALLS["calibrate"].arguments, "--out", "x.toml"),
     "compare": (*CALLS["compare"].arguments, "--html", "x.html"),
     "profile": (
-        *CALLS["profile"].arguments, "--record", "x.jsonl", "--write-trace", "y.jsonl", "--kv-timeline", "live.jsonl",
+        *CALLS["profile"].arguments, "--record", "x.jsonl", "--set", "write_trace=y.jsonl",
+        "--kv-timeline", "live.jsonl",
     ),
     "replay": (
         "--report", "x.json", "--requests", "y.jsonl", "--timeline", "z.json.gz", "--events", "e.jsonl", "--run-dir",

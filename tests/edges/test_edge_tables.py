@@ -19,7 +19,7 @@ from builders.calls import CALLS, PathParam, commands, path_params, snapshot, wi
 Run = Callable[..., tuple[int, bytes, str]]
 
 DOCUMENTED = {0, 2, 3, 4, 5, 6, 7}
-NOT_INSTALLED = set() if find_spec("matplotlib") else {"plan curve --plot", "plan slo --plot"}
+NOT_INSTALLED = set() if find_spec("matplotlib") else {"plan curve --set plot", "plan slo --set plot"}
 OUTPUTS = [
     each
     for each in path_params("output", "derived")
@@ -50,7 +50,7 @@ def arguments_for(param: PathParam, value: str) -> list[str]:
         several = ["--device", "h100-80gb", "--model", "a=llama-3.1-8b", "--model", "b=qwen3-8b"]
         return ["replay", *several, "--trace", "a=trace.jsonl", "--trace", "b=other.jsonl", "--set", f"loans={value}"]
     arguments = with_value(param, value)
-    if param.command == "calibrate" and param.param.opts[0] in ("--prompts", "--series", "--prior"):
+    if param.command == "calibrate" and param.param.opts[0] in ("--prompts", "--series", "--set prior"):
         arguments[1] = "measured.csv"
     if param.command == "serve sessions":
         arguments[arguments.index("nowhere")] = "127.0.0.1"

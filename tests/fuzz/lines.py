@@ -20,7 +20,7 @@ from builders.calls import CALLS, commands
 
 __all__ = ["Line", "candidates", "draw_line", "mend", "write_trace"]
 
-ELSEWHERE = ("--kv-events", "--open", "--insecure", "--set kv_events", "--workers")
+ELSEWHERE = ("--kv-events", "--open", "--insecure", "--set kv_events", "--set workers")
 """Options that reach beyond the files of a run: sockets, a browser, processes."""
 RUN_FILES = ("--json", "--report", "--requests", "--html", "--run-dir", "--timeline", "--events", "--step-by-step",
              "--audit", "--set timeline_every", "--set loans")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Budgets that only fall: lines and parameters of functions, members of Protocols and those not implemented, options."""
+"""Budgets that only fall: lines and parameters of functions, members of Protocols and unimplemented ones, options."""
 
 from __future__ import annotations
 

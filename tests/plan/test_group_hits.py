@@ -116,7 +116,7 @@ def test_a_plan_says_what_groups_find_at_each_size(
     capsysbinary: pytest.CaptureFixture[bytes],
 ) -> None:
     trace = tmp_path / "trace.jsonl"
-    assert run_command("trace", "slice", SAMPLE, "--count", 40, "-o", trace) == 0
+    assert run_command("trace", "slice", SAMPLE, "--set", "count=40", "-o", trace) == 0
     model = ("--model", "gemma-3-27b", "--device", "h100-80gb", "--page-size", 512, "--at", "100,2000")
     plain = asked("plan", trace, *model, "--set", "kv_groups=off", "--json")
     assert "group_hit_ratio" not in plain["at"][0]

@@ -73,7 +73,7 @@ def test_commands_replay_to_what_the_plan_says(
     tmp_path: Path, asked: Callable[..., Any], run_command: Callable[..., int]
 ) -> None:
     trace = tmp_path / "trace.jsonl"
-    assert run_command("trace", "slice", SAMPLE, "--count", 30, "-o", trace) == 0
+    assert run_command("trace", "slice", SAMPLE, "--set", "count=30", "-o", trace) == 0
     options = ("--page-size", 512, "--slo-ttft-ms", 10000, "--slo-share", 0.8)
     plan = asked("plan", trace, *MODEL, *options, "--json")
     assert [point["group_hit_ratio"] for point in plan["at"]] == sorted(
@@ -110,7 +110,7 @@ def test_a_plan_with_states_by_page_says_what_its_commands_replay_to(
     capsysbinary: pytest.CaptureFixture[bytes],
 ) -> None:
     trace = tmp_path / "trace.jsonl"
-    assert run_command("trace", "slice", SAMPLE, "--count", 20, "-o", trace) == 0
+    assert run_command("trace", "slice", SAMPLE, "--set", "count=20", "-o", trace) == 0
     model = ("--model", "granite-4.0-h-tiny", "--device", "h100-80gb", "--page-size", 512, *below)
     options = ("--set", "mamba_cache_mode=align", "--at", "64,1024", "--slo-ttft-ms", 10000, "--slo-share", 0.8)
     plan = asked("plan", trace, *model, *options, "--json")

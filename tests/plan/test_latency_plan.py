@@ -41,7 +41,7 @@ def test_worlds_are_counted_by_replays(
 ) -> None:
     """The SLO is kept in five of ten worlds for certain, and in each slower one whose replay keeps it."""
     trace = tmp_path / "trace.jsonl"
-    assert run_command("trace", "slice", SAMPLE, "--count", 100, "-o", trace) == 0
+    assert run_command("trace", "slice", SAMPLE, "--set", "count=100", "-o", trace) == 0
     setting = ["--cost", COST, "--page-size", 512, "--slo-ttft-ms", 3000, "--slo-share", 0.9, "--set", "speedup=2"]
     for error in (0.1, 0.5):
         latency = asked("plan", trace, *setting, "--pages", 400, "--set", f"cost_error={error}", "--at", 400, "--json")[

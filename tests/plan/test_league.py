@@ -270,14 +270,14 @@ def test_a_replay_takes_a_policy_by_its_name(
         f'trace = "trace.jsonl"\npage_size = 512\npages = 3000\nreplicas = 2\ncost = "{COST}"\n'
         '[grid]\neviction = ["lru", "auto"]\n'
     )
-    assert run_command("sweep", config, "-o", tmp_path / "out", "--workers", 1) == 0
+    assert run_command("sweep", config, "-o", tmp_path / "out", "--workers", "1") == 0
     rows = json.loads((tmp_path / "out" / "points.json").read_bytes())
     assert {row["eviction"]: row["hit_ratio"] for row in rows} == {name: hits[name] for name in ("lru", "auto")}
     capsysbinary.readouterr()
     assert run_command("replay", trace, "--eviction", "nothing") == 2
     assert b"--eviction: 'nothing' is not a policy" in capsysbinary.readouterr().err
     config.write_text(config.read_text().replace('"auto"', '"nothing"'))
-    assert run_command("sweep", config, "-o", tmp_path / "new", "--workers", 1) == 2
+    assert run_command("sweep", config, "-o", tmp_path / "new", "--workers", "1") == 2
     assert b"'nothing' is not a policy" in capsysbinary.readouterr().err
 
 

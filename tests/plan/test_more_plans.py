@@ -228,7 +228,7 @@ def test_tiers_that_save_nothing_have_a_sentence_and_no_chart(asked: Callable[..
     ("arguments", "said"),
     [
         ([SAMPLE, "--users", "2..1"], "--users"),
-        ([SAMPLE, "--workers", "2"], "--workers"),
+        ([SAMPLE, "--set", "workers=2"], "--set workers"),
         ([SAMPLE, "--users", "0..1"], "--users"),
         ([SAMPLE, "--users", "2", "--cost", COST], "--users"),
         ([SAMPLE, "--users", "2"], "--users"),

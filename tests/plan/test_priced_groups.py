@@ -252,7 +252,7 @@ def test_a_hit_that_needs_a_state_loads_it_once() -> None:
 @pytest.fixture
 def trace(tmp_path: Path, run_command: Callable[..., int]) -> Path:
     path = tmp_path / "trace.jsonl"
-    assert run_command("trace", "slice", SAMPLE, "--count", 40, "-o", path) == 0
+    assert run_command("trace", "slice", SAMPLE, "--set", "count=40", "-o", path) == 0
     return path
 
 
@@ -348,8 +348,8 @@ def test_workers_do_not_change_a_byte(
                 60,
                 "--policy",
                 "auto",
-                "--workers",
-                workers,
+                "--set",
+                f"workers={workers}",
                 "--json",
             )
             == 0

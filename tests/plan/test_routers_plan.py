@@ -20,7 +20,7 @@ DEVICE = ["--model", "llama-3.1-8b", "--device", "h100-80gb", "--replicas", "3"]
 @pytest.mark.long
 def test_each_row_is_the_replay_of_its_command(run_command: Any, capsys: Any) -> None:
     routers = "round-robin,prefix,llm-d:queue=1,kv=2"
-    options = ["--routers", routers, "--router-ages", "0,200ms", "--set", "slo.ttft_ms=60", "--json"]
+    options = ["--routers", routers, "--set", "router_ages=0,200ms", "--set", "slo.ttft_ms=60", "--json"]
     assert run_command("plan", "routers", "sample:azure-chat", *DEVICE, *options) == 0
     points = json.loads(capsys.readouterr().out)["routers"]["points"]
     assert [(point["router"], point["age"]) for point in points] == [
@@ -46,7 +46,7 @@ def test_late_events_of_kv_groups_are_those_of_the_command(tmp_path: Path, run_c
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--model", "gemma-3-12b", "--device", "h100-80gb", "--replicas", "3", "--routers", "prefix"]
-    assert run_command("plan", "routers", trace, *options, "--router-ages", "0,5s", "--json") == 0
+    assert run_command("plan", "routers", trace, *options, "--set", "router_ages=0,5s", "--json") == 0
     points = json.loads(capsys.readouterr().out)["routers"]["points"]
     assert points[0]["hit_ratio"] > points[1]["hit_ratio"]
     for point in points:
@@ -70,10 +70,13 @@ def test_the_table_fits_a_terminal(run_command: Any, capsys: Any) -> None:
     ("options", "says"),
     [
         (["--routers", "nearest"], "--routers: must be one of round-robin"),
-        (["--routers", "llm-d", "--router-ages", "5x"], "--router-ages: '5x' is not a delay"),
-        (["--router-ages", "5"], "Missing option '--routers'"),
+        (["--routers", "llm-d", "--set", "router_ages=5x"], "--set router_ages: '5x' is not a delay"),
+        (["--set", "router_ages=5"], "Missing option '--routers'"),
         (["--routers", "prefix", "--replicas", "1"], "--routers: needs replicas to choose from"),
-        (["--routers", "prefix", "--router-ages", ",".join(map(str, range(101)))], "--routers: are more than 100"),
+        (
+            ["--routers", "prefix", "--set", f"router_ages={','.join(map(str, range(101)))}"],
+            "--routers: are more than 100",
+        ),
         (["--routers", "prefix", "--html", "x.html"], "No such option '--html'"),
     ],
 )

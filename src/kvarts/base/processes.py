@@ -345,7 +345,7 @@ def _packed(value: Any) -> bytes:
 def _ended() -> OutputError:
     return OutputError(
         "a worker process has ended before its task was done",
-        hint="Run the same command again, with fewer --workers if memory ran out.",
+        hint="Run the same command again, with fewer workers if memory ran out.",
     )
 
 

@@ -62,7 +62,7 @@ SHOWN = ("model", "device", "tensor_parallel", "cost", "pages", "max_batched_tok
               help="The name in the run of request_id, arrival, scheduled, first_token, last_token, prompt_tokens or "
                    "output_tokens. May be repeated.")  # fmt: skip
 @key_option("--time-unit", metavar="UNIT", default="s", show_default=True, help="s, ms, us or ns.")
-@click.option("--fit-on", metavar="N", type=int, help="Fit to the first N requests, and hold out the rest.")
+@key_option("--fit-on", metavar="N", type=int, help="Fit to the first N requests, and hold out the rest.")
 @key_option(
     "--seed",
     metavar="N",
@@ -74,21 +74,21 @@ SHOWN = ("model", "device", "tensor_parallel", "cost", "pages", "max_batched_tok
 @click.option("--points", metavar="FILE", type=INPUT,
               help="Instead of a RUN: a table of measured points, of any models and devices, one line per load. Fits "
               "the constants that all rooflines share.")  # fmt: skip
-@click.option("--prior", metavar="FILE", type=INPUT,
+@key_option("--prior", metavar="FILE", type=INPUT,
               help="Constants to begin from, and how sure they are: a file that --points wrote. "
               "[those that ship]")  # fmt: skip
-@click.option("--hold-out", metavar="FIELDS",
+@key_option("--hold-out", metavar="FIELDS",
               help="For --points: also fit to one half and test on the other, both ways, by source, gpu and model, or "
               "some of them: source,gpu.")  # fmt: skip
 @click.option("--design", "asks_design", is_flag=True,
               help="Without a RUN: propose the shortest benchmarks that would identify the coefficients of the engine "
               "that options describe.")  # fmt: skip
-@click.option("--workers", metavar="N", type=click.IntRange(min=1),
+@key_option("--workers", metavar="N", type=click.IntRange(min=1),
               help="Processes that replay. [as many as there are cores, if the fit takes longer than a "
               "second]")  # fmt: skip
 @click.option("--out", metavar="FILE", type=OUTPUT,
               help="Write the cost model to FILE, for `kvarts replay --cost FILE`; with --points, constants for "
-              "--prior.")  # fmt: skip
+              "--set prior.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def calibrate_command(
     runs: tuple[Path, ...], points: Path | None, asks_design: bool, out: Path | None, as_json: bool, **values: Any

@@ -51,14 +51,14 @@ NO_REPLAY = "no replay"
 SLO = ("--slo-ttft-ms", "--slo-tpot-ms", "--set slo.e2e_ms")
 READING = tuple(f"--set {key}" for key in TRACES)
 PLAN_RESULTS = ("--json", "--html", "--open", "--config", "--page-size", *READING)
-OF_MODEL = ("--dtype", "--quantization", "--device", "--set attention", "--set layers")
+OF_MODEL = ("--dtype", "--set quantization", "--device", "--set attention", "--set layers")
 OF_FIT = ("--set column", "--set time_unit", "--set trace_block_size", "--set seed")
 
 NEEDS = (
     Need(("--set timeline_every",), ("--timeline", "--run-dir")),
     Need(
         (
-            "--kv-events-replay",
+            "--set kv_events_replay",
             "--set kv_events_format",
             "--set kv_events_topic",
             "--set kv_events_wait",
@@ -80,7 +80,7 @@ NEEDS = (
         commands=("replay", "calibrate"),
     ),
     Need(
-        ("--workers",),
+        ("--set workers",),
         ("--replicas", "--cost"),
         unless=("--prefill", "--decode", "[[pool]]"),
         commands=("replay",),
@@ -88,12 +88,12 @@ NEEDS = (
     Need(("--slo-share", "--set cost_error"), SLO, commands=("plan slo", "plan users", "plan fleet")),
     Need(("--gpus",), SLO, commands=("plan fleet",)),
     Need(("--set trace_block_size",), ("--prompts",), commands=("calibrate",)),
-    Need(("--hold-out",), ("--points",), commands=("calibrate",)),
+    Need(("--set hold_out",), ("--points",), commands=("calibrate",)),
     Need(("--speedup",), ("--mock",), commands=("serve sessions",)),
     Need(("--set top_k", "--set top_p", "--set min_p"), ("--temperature",), commands=("generate", "profile")),
     Need(("--open",), ("--html",)),
     Need(("--host", "--port", "--set server_pid"), unless=("--virtual",), commands=("soak",)),
-    Need(("--set every",), unless=("--quiet",), commands=("watch",)),
+    Need(("--set every",), unless=("--set quiet",), commands=("watch",)),
     Need(("--set max_rss_growth",), ("--set server_pid",), unless=("--virtual",), commands=("soak",)),
 )
 
@@ -104,9 +104,11 @@ INLINE_VALUE = r"(?:^|,)(\w+)=([^,]*)"
 MODES = (
     *(Mode(command, NO_REPLAY, keeps=(own, "--at", "--set outputs", *PLAN_RESULTS),
            why="has no effect: nothing is replayed", hint="Give --model and --device, or --cost.")
-      for command, own in (("plan slo", "--plot"), ("plan policies", "--policy"))),
-    Mode("calibrate", "--points", keeps=("--points", "--prior", "--hold-out", "--workers", "--out", "--json")),
-    Mode("calibrate", "--design", drops=(*OF_FIT, "--prompts", "--series", "--fit-on", "--prior", "--workers",
+      for command, own in (("plan slo", "--set plot"), ("plan policies", "--policy"))),
+    Mode("calibrate", "--points", keeps=("--points", "--set prior", "--set hold_out", "--set workers", "--out",
+                                         "--json")),
+    Mode("calibrate", "--design", drops=(*OF_FIT, "--prompts", "--series", "--set fit_on", "--set prior",
+                                         "--set workers",
                                        "--out")),
     Mode("serve sessions", "--mock", drops=OF_MODEL),
 )  # fmt: skip

@@ -76,7 +76,7 @@ EXAMPLES = {
     "calibrate": (
         "kvarts calibrate run.jsonl --model llama-3.1-8b --device h100-80gb --out cost.toml",
         "kvarts calibrate --design --model llama-3.1-8b --device h100-80gb",
-        "kvarts calibrate --points measured.csv --hold-out source --out prior.toml",
+        "kvarts calibrate --points measured.csv --set hold_out=source --out prior.toml",
     ),
     "compare": ("kvarts compare run measured.jsonl --html compare.html",),
     "completion": ("kvarts completion bash",),
@@ -158,7 +158,7 @@ COMMON = {
     "generate": ("--model", "--prompt", "--prompts", "--chat", "--max-tokens", "--temperature", "--device"),
     "mock": (*_HTTP, "--device", "--pages", "--speedup", "--output-tokens", "--fail", "--kv-events"),
     "engine": ("--handshake", "--model", "--device", "--pages", "--speedup", "--fail", "--kv-events"),
-    "profile": ("--model", "--prompts", "--record", "--kv-timeline", "--max-tokens", "--device"),
+    "profile": ("--model", "--prompts", "--record", "--kv-timeline", "--max-tokens", "--temperature", "--device"),
     "replay": (*_REPLAYED, "--cost", "--concurrency", "--run-dir"),
     "serve model": (*_HTTP, "--kv-memory", "--device", "--dtype"),
     "serve sessions": (

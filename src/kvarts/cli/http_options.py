@@ -80,7 +80,7 @@ def http_options() -> list[click.Option]:
                help="Keys, one per line, each optionally followed by owner=NAME, share=NUMBER and priority."),
         key(keys, "--admin-key", "admin_keys", metavar="KEY", multiple=True,
             help="Ask for this key where the server is changed. $KVARTS_ADMIN_KEY is one more."),
-        option(keys, "--admin-key-file", metavar="FILE", type=INPUT, help="Keys of administrators, one per line."),
+        key(keys, "--admin-key-file", metavar="FILE", type=INPUT, help="Keys of administrators, one per line."),
         key(keys, "--share-prefix-cache", is_flag=True,
             help="With several owners: let them hit each other's KV, which reveals prompts of others."),
         key(keys, "--allow-origin", "origins", metavar="ORIGIN", multiple=True,

@@ -38,7 +38,7 @@ def server_options() -> list[click.Option]:
             help="Publish KV events at ENDPOINT while it runs, in vLLM's form, or SGLang's with --engine sglang: "
             "tcp://127.0.0.1:5557. With replicas, or several models, each at the next port.",
         ),
-        GroupedOption(
+        KeyOption(
             ["--kv-events-replay"], group=TITLE, metavar="ENDPOINT",
             help="Answer requests for past events, and for full state, at ENDPOINT.",
         ),

@@ -53,7 +53,7 @@ SAMPLING: list[tuple[str, Any, str]] = [
     ("repetition_penalty", float, "Make tokens that have occurred less likely. [1]"),
     ("seed", int, "The same seed gives the same text, alone and in any batch."),
 ]
-OPTIONS = ("--kv-memory", "--dtype", "--quantization", "--device")
+OPTIONS = ("--kv-memory", "--dtype", "--device")
 """The settings of an engine with an option of their own; the others are keys of `--set`."""
 RARE_SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -184,7 +184,7 @@ def llm_options(command: Command) -> Command:
 def sampling_options(command: Command) -> Command:
     """Add the options that `sampling_params` reads."""
     command = key_option("--logprobs", is_flag=True, help="Print the log-probability of each token.")(command)
-    command = click.option("--ignore-eos", is_flag=True, help="The model's own end is a token like any other.")(command)
+    command = key_option("--ignore-eos", is_flag=True, help="The model's own end is a token like any other.")(command)
     command = key_option(
         "--stop", multiple=True, metavar="TEXT", help="End where this text is generated. May be repeated."
     )(command)

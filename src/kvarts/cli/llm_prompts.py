@@ -164,7 +164,7 @@ def _stream(llm: LLM, prompt: list[int], params: SamplingParams) -> None:
 @click.option("--record", "steps_file", metavar="FILE", type=OUTPUT,
               help="Write the batch and the duration of each "
                    "step, one JSON line per step, for `kvarts calibrate`.")  # fmt: skip
-@click.option("--write-trace", "trace_file", metavar="FILE", type=OUTPUT,
+@key_option("--write-trace", "trace_file", metavar="FILE", type=OUTPUT,
               help="Write the requests to FILE, token by "
                    "token, for `kvarts replay FILE --trace-block-size 1`.")  # fmt: skip
 @sampling_options

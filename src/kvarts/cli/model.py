@@ -13,7 +13,7 @@ from kvarts.base.settings import Section, given_by_flags
 from kvarts.base.units import as_memory
 from kvarts.cli import llm_model
 from kvarts.cli.model_start import START_OPTIONS, start_settings, started
-from kvarts.cli.options import INPUT, Command, Group, line_options, options_of
+from kvarts.cli.options import INPUT, Command, Group, key_option, line_options, options_of
 from kvarts.cli.process import print_json
 from kvarts.core.config import EngineConfig
 from kvarts.core.kv.number_formats import is_fp8, kv_bits
@@ -189,7 +189,7 @@ KEYS = (
     "max_batched_tokens",
     "max_seqs",
 )
-SHOWN = ("device", "tensor_parallel", "page_size", "weight_dtype", "kv_dtype", "max_batched_tokens", "max_seqs")
+SHOWN = ("device", "tensor_parallel", "page_size", "kv_dtype", "max_batched_tokens", "max_seqs")
 """The settings with an option of their own, among KEYS."""
 
 
@@ -198,10 +198,8 @@ SHOWN = ("device", "tensor_parallel", "page_size", "weight_dtype", "kv_dtype", "
     cls=Command,
     params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS, SHOWN), *START_OPTIONS, *line_options("vllm serve")],
 )
-@click.option(
-    "--sequence-tokens", metavar="N", type=int, help="Also print the bytes of a sequence of N tokens. [32768]"
-)
-@click.option(
+@key_option("--sequence-tokens", metavar="N", type=int, help="Also print the bytes of a sequence of N tokens. [32768]")
+@key_option(
     "--kv-layout",
     metavar="FILE",
     type=INPUT,

@@ -206,7 +206,7 @@ config_option = click.option(
     help="TOML file with settings by their keys, and trace or a [workload] table. Options given here win.",
 )  # fmt: skip
 json_option = results("--json", "as_json", is_flag=True, help="Print the plan as JSON instead of tables.")
-workers_option = click.option(
+workers_option = key_option(
     "--workers", metavar="N", type=click.IntRange(min=1),
     help="Processes that replay. [as many as there are cores, if the plan takes longer than a second]",
 )  # fmt: skip
@@ -240,7 +240,7 @@ html_option = results(
     help="Write a page with charts to FILE, which needs nothing else.",
 )  # fmt: skip
 plot_option = results(
-    "--plot", "plot_files", metavar="FILE", type=OUTPUT, multiple=True,
+    "--plot", "plot_files", cls=KeyOption, metavar="FILE", type=OUTPUT, multiple=True,
     help="Write the charts to FILE: a PNG if it ends in .png, else an SVG. Needs kvarts[plan].",
 )  # fmt: skip
 
@@ -389,7 +389,7 @@ def users_command(users: tuple[int, int], prices: Path | None, **values: Any) ->
         "--routers", metavar="NAME,..",
         help="Routers that are tried, such as prefix,llm-d:prefix=3,queue=2,dynamo-kv. [prefix,least-loaded]",
     ),
-    click.option(
+    key_option(
         "--store-sizes", metavar="SIZE,..",
         help="Also try a store of this size that all workers share: 500GiB,2TiB. [no store]",
     ),
@@ -405,7 +405,7 @@ def fleet_command(gpus: int, routers: str | None, store_sizes: str | None, price
     found = options.fleets(kinds, prices)
     words = ["--gpus", f"{gpus}"]
     words += [] if routers is None else ["--routers", routers]
-    words += [] if store_sizes is None else ["--store-sizes", store_sizes]
+    words += [] if store_sizes is None else ["--set", f"store_sizes={store_sizes}"]
     found["command"] = options.plan(*words, *asked.own)
     asked.write(found, render_fleets)
     end_interrupted(found["fleets"])
@@ -417,7 +417,7 @@ def fleet_command(gpus: int, routers: str | None, store_sizes: str | None, price
         "--routers", metavar="NAME,..", required=True,
         help="Routers to compare, such as prefix,llm-d:prefix=3,queue=2,dynamo-kv.",
     ),
-    click.option(
+    key_option(
         "--router-ages", "ages", metavar="TIME,..",
         help="Compare them with metrics and cache events of this age: 0,50ms,1s.",
     ),
@@ -431,7 +431,7 @@ def routers_command(routers: str, ages: str | None, prices: Path | None, **value
     config = asked.config(**({} if ages is None else {"late_events": "router_ages"}))
     options = asked.options(config)
     found = options.routers(routers, ages, prices)
-    of_ages = () if ages is None else ("--router-ages", ages)
+    of_ages = () if ages is None else ("--set", f"router_ages={ages}")
     found["command"] = options.plan("--routers", routers, *of_ages, *asked.own)
     asked.write(found, tables.render_routers)
     end_interrupted(found["routers"])

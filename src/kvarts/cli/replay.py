@@ -18,6 +18,7 @@ from kvarts.cli.options import (
     Command,
     KeyOption,
     grouped,
+    key_option,
     line_options,
     open_option,
     options_of,
@@ -48,7 +49,7 @@ class ReplayCommand(Command):
 
     @params.setter
     def params(self, own: list[click.Parameter]) -> None:
-        self._own = own
+        self._own = [param for param in own if param.opts[0] != "--set"]
 
     @property
     def keys(self) -> list[KeyOption]:
@@ -57,12 +58,12 @@ class ReplayCommand(Command):
 
     @keys.setter
     def keys(self, own: list[KeyOption]) -> None:
-        assert not own
+        self._own_keys = own
 
     def _split(self) -> tuple[list[click.Parameter], list[KeyOption]]:
         if self._all is None:
             declared = _declared(self.sections)
-            keys = [param for param in declared if isinstance(param, KeyOption)]
+            keys = [*(param for param in declared if isinstance(param, KeyOption)), *self._own_keys]
             self._all = [*(param for param in declared if not isinstance(param, KeyOption)), *self._own], keys
         return self._all
 
@@ -110,7 +111,7 @@ def _declared(sections: Sequence[Section] | None) -> list[click.Parameter]:
 @click.option("--config", "config_file", metavar="FILE", type=INPUT,
               help="TOML file with settings by their keys (max_seqs for --max-seqs), and trace or a [workload] "
               "table. Options given here win.")  # fmt: skip
-@click.option("--workers", metavar="N", type=click.IntRange(min=1),
+@key_option("--workers", metavar="N", type=click.IntRange(min=1),
               help="Processes for replicas that do not affect each other, behind --router round-robin. [as many as "
               "there are cores, for 20,000 requests or more]")  # fmt: skip
 @result("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")

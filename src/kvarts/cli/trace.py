@@ -12,7 +12,7 @@ from kvarts.base.errors import ConfigError
 from kvarts.base.files import PREFIX, SAMPLES
 from kvarts.base.settings import given_by_flags
 from kvarts.base.units import parse_duration_s
-from kvarts.cli.options import INPUT, OUTPUT, Command, Group, options_of
+from kvarts.cli.options import INPUT, OUTPUT, Command, Group, key_option, options_of
 from kvarts.cli.process import print_bytes, print_json, print_text, reading_progress
 from kvarts.sim.traffic.settings import READING, SECTION, reading_of
 
@@ -114,8 +114,8 @@ def convert_command(trace: Path, tool: str | None, output: Path | None, **readin
 @click.argument("trace", type=INPUT)
 @click.option("--from", "begin_ns", metavar="TIME", type=_Duration(), default="0s", help="Requests from TIME on.")
 @click.option("--to", "end_ns", metavar="TIME", type=_Duration(), help="Requests before TIME, such as 10m.")
-@click.option("--first", metavar="N", type=click.IntRange(min=0), default=0, help="Leave out N requests of these.")
-@click.option("--count", metavar="N", type=click.IntRange(min=1), help="Keep N of the remaining requests.")
+@key_option("--first", metavar="N", type=click.IntRange(min=0), default=0, help="Leave out N requests of these.")
+@key_option("--count", metavar="N", type=click.IntRange(min=1), help="Keep N of the remaining requests.")
 @_writing
 def slice_command(
     trace: Path, output: Path | None, begin_ns: int, end_ns: int | None, first: int, count: int | None, **reading: Any
@@ -129,11 +129,11 @@ def slice_command(
 
 @trace_command.command("merge", cls=Command)
 @click.argument("traces", type=INPUT, nargs=-1, required=True)
-@click.option("--same-ids", is_flag=True, help="Equal hash ids of two traces stand for equal tokens.")
+@key_option("--same-ids", is_flag=True, help="Equal hash ids of two traces stand for equal tokens.")
 @click.option("--models", metavar="NAME,..", default="", help="The model that the requests of each trace ask for.")
 @_writing
 def merge_command(traces: tuple[Path, ...], output: Path | None, same_ids: bool, models: str, **reading: Any) -> None:
-    """Write all requests of several TRACES, each at its time; they share nothing unless --same-ids is given."""
+    """Write all requests of several TRACES, each at its time. They share nothing without `--set same_ids=true`."""
     from kvarts.sim.traffic.editing import merged
 
     names = [name.strip() for name in models.split(",")] if models else []
@@ -145,7 +145,7 @@ def merge_command(traces: tuple[Path, ...], output: Path | None, same_ids: bool,
 @click.option("--rate", metavar="X", type=float, default=1.0, help="Divide times and delays by X.")
 @click.option("--copies", metavar="N", type=click.IntRange(min=1), default=1,
               help="Write each request N times: users that share nothing.")  # fmt: skip
-@click.option("--spread", "spread_ns", metavar="TIME", type=_Duration(),
+@key_option("--spread", "spread_ns", metavar="TIME", type=_Duration(),
               help="Let sessions begin evenly over TIME.")  # fmt: skip
 @_writing
 def scale_command(

@@ -12,7 +12,7 @@ import msgspec
 
 from kvarts.base.errors import ConfigError, KvartsError
 from kvarts.base.units import parse_bytes
-from kvarts.cli.options import INPUT, Command
+from kvarts.cli.options import INPUT, Command, key_option
 from kvarts.cli.process import Progress, ReaderGoneError, print_json
 
 __all__ = ["verify_command"]
@@ -30,13 +30,13 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg]
 
 @click.command("verify", cls=Command)
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=INPUT)
-@click.option("--preempt-threshold", metavar="SHARE", type=float, default=0.95, show_default=True,
+@key_option("--preempt-threshold", metavar="SHARE", type=float, default=0.95, show_default=True,
               help="Preemption below this share of used blocks is a violation, unless the step names the request "
                    "that needed blocks.")  # fmt: skip
-@click.option("--max-bytes", metavar="BYTES", type=_Bytes(),
+@key_option("--max-bytes", metavar="BYTES", type=_Bytes(),
               help="Ask for boundedness too: never more than this (24GiB, 500MB, 1000), and no growth after "
               "warm-up.")  # fmt: skip
-@click.option("--block-bytes", metavar="BYTES", type=_Bytes(),
+@key_option("--block-bytes", metavar="BYTES", type=_Bytes(),
               help="Bytes of a block, if the timeline does not state them.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print verdicts as JSON instead of text.")
 def verify_command(

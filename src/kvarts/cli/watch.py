@@ -44,7 +44,13 @@ MOST_WAITING = 1 << 16
 @click.argument("endpoint")
 @of_engine("--replay", metavar="ENDPOINT", help="Ask here for full state, and for batches that were lost.")
 @of_engine("--topic", cls=KeyOption, default="", help="Prefix of the topics to receive. [all]")
-@of_engine("--bind", "binds", is_flag=True, help="Wait at ENDPOINT for engines that connect to their consumer.")
+@of_engine(
+    "--bind",
+    "binds",
+    cls=KeyOption,
+    is_flag=True,
+    help="Wait at ENDPOINT for engines that connect to their consumer.",
+)
 @of_engine("--metrics", metavar="URL", help="Look at the engine's metrics: http://HOST:PORT/metrics.")
 @of_engine("--total-blocks", cls=KeyOption, metavar="N", type=click.IntRange(min=1),
            help="Blocks of the device. [from the metrics]")  # fmt: skip
@@ -63,7 +69,7 @@ MOST_WAITING = 1 << 16
             help="Write a row for each look at the metrics, JSON lines, for `kvarts verify`.")  # fmt: skip
 @of_results("--every", cls=KeyOption, metavar="SECONDS", type=click.FloatRange(min=0.1),
             help="Seconds between two progress lines. [10; in a terminal 1]")  # fmt: skip
-@of_results("--quiet", is_flag=True, help="Print no progress.")
+@of_results("--quiet", cls=KeyOption, is_flag=True, help="Print no progress.")
 @of_results("--verdict", "verdict_file", metavar="FILE", type=OUTPUT, help="Write the verdict as JSON.")
 @of_results("--json", "as_json", is_flag=True, help="Print the verdict as JSON instead of text.")
 def watch_command(endpoint: str, **values: Any) -> int:

@@ -70,8 +70,8 @@ class Request:
 
     `max_tokens`: number of tokens it generates, unless it stops earlier. `request_id`: its id outside this engine.
     `own`: pages that it brings along; it takes no others, hits none, is never preempted, and leaves them unchanged.
-    `start`: number of its tokens already computed in these pages. Whoever makes it sets `computes_only`,
-    `is_handed_over` and `stops` before it is submitted.
+    `start`: number of its tokens already computed in these pages. `computes_only`, `is_handed_over` and
+    `stops` are set before it is submitted.
     """
 
     __slots__ = (

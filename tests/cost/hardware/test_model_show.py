@@ -41,7 +41,7 @@ def test_groups_and_sequences_in_json() -> None:
         "num_sequences": 8,
         "num_full_sequences": 4,
     }
-    assert values("gpt-oss-120b", "--sequence-tokens", "100")["sequence"]["num_pages"] == [7, 7]
+    assert values("gpt-oss-120b", "--set", "sequence_tokens=100")["sequence"]["num_pages"] == [7, 7]
 
 
 def test_devices_divide_heads_and_states() -> None:
@@ -70,11 +70,11 @@ def test_layers_in_words(name: str, says: str) -> None:
 
 def test_a_model_that_keeps_everything_is_shown_as_before() -> None:
     assert "KV groups" not in shown("llama-3.1-8b")
-    assert "32,768 tokens take 4,294,967,296 bytes" in shown("llama-3.1-8b", "--sequence-tokens", "32768")
-    assert "13 fit\n" in shown("llama-3.1-8b", "--sequence-tokens", "32768", "--device", "h100-80gb")
+    assert "32,768 tokens take 4,294,967,296 bytes" in shown("llama-3.1-8b", "--set", "sequence_tokens=32768")
+    assert "13 fit\n" in shown("llama-3.1-8b", "--set", "sequence_tokens=32768", "--device", "h100-80gb")
 
 
 def test_a_length_that_cannot_be_is_named() -> None:
-    result = CliRunner().invoke(cli, ["model", "show", "llama-3.1-8b", "--sequence-tokens", "0"])
+    result = CliRunner().invoke(cli, ["model", "show", "llama-3.1-8b", "--set", "sequence_tokens=0"])
     assert result.exit_code != 0
-    assert "--sequence-tokens: must be at least 1" in result.output + str(result.exception)
+    assert "--set sequence_tokens: must be at least 1" in result.output + str(result.exception)

@@ -205,7 +205,7 @@ def test_an_option_that_answers_is_enough(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'of tomorrow' is not understood"):
         read(tmp_path, unknown)
     assert read(tmp_path, unknown, weight_dtype="nvfp4").weight_dtype == "nvfp4"
-    assert shown(str(tmp_path), "--weight-dtype", "nvfp4")["weight_dtype"] == "nvfp4"
+    assert shown(str(tmp_path), "--set", "weight_dtype=nvfp4")["weight_dtype"] == "nvfp4"
 
 
 @pytest.mark.parametrize(
@@ -460,7 +460,7 @@ def test_a_layout_file_states_any_model(tmp_path: Path) -> None:
     assert EXAMPLE in (Path(__file__).parents[3] / "docs/reference.md").read_text()
     layout = tmp_path / "layout.toml"
     layout.write_text("\n".join(lines))
-    values = shown("of-tomorrow", "--kv-layout", str(layout), "--device", "h100")
+    values = shown("of-tomorrow", "--set", f"kv_layout={layout!s}", "--device", "h100")
     assert values["kv_bytes_per_token"] == 62 * 2 * 16 * 128 * 2
     assert values["weight_bytes"] == 54_000_000_000
     assert [(group["kind"], group["window"]) for group in values["kv_groups"]] == [("full", None), ("window", 1024)]
@@ -471,7 +471,7 @@ def test_a_layout_file_states_any_model(tmp_path: Path) -> None:
         ('layers = [{count = 2, kind = "wide"}]', "kind: Invalid enum value 'wide'"),
     ]:
         layout.write_text(wrong)
-        failed = CliRunner().invoke(cli, ["model", "show", "x", "--kv-layout", str(layout)])
+        failed = CliRunner().invoke(cli, ["model", "show", "x", "--set", f"kv_layout={layout!s}"])
         assert says in str(failed.exception), failed.output
 
 
@@ -540,6 +540,6 @@ def test_gguf_files_are_read(tmp_path: Path) -> None:
     write_gguf(path, {**values, "general.architecture": "of tomorrow"}, {"token_embd.weight": (32, 32)}, kind=8)
     failed = CliRunner().invoke(cli, ["model", "show", str(path)])
     assert isinstance(failed.exception, ConfigError)
-    assert "--kv-layout FILE" in str(failed.exception.hint)
+    assert "--set kv_layout=FILE" in str(failed.exception.hint)
     path.write_bytes(b"GGUF")
     assert isinstance(CliRunner().invoke(cli, ["model", "show", str(path)]).exception, InputError)

@@ -69,7 +69,7 @@ def test_kv_events_stay_on_this_machine_unless_they_are_insecure(field: str) -> 
         (["mock", "--host", "0.0.0.0", "--port", "0"], "host"),
         (["serve", "--model", "nowhere", "--host", "0.0.0.0"], "host"),
         (["mock", "--port", "0", "--kv-events", "tcp://*:0"], "kv_events"),
-        (["mock", "--port", "0", "--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://*:0"],
+        (["mock", "--port", "0", "--kv-events", "tcp://127.0.0.1:0", "--set", "kv_events_replay=tcp://*:0"],
          "kv_events_replay"),
         (["replay", "--kv-events", "tcp://*:0"], "kv_events"),
     ],

@@ -153,7 +153,18 @@ def test_watch_verify_and_story_follow_the_tiers(tmp_path: Path) -> None:
     ports = [free_port() for _ in range(3)]
     published, replayed, metrics = (f"127.0.0.1:{port}" for port in ports)
     command = [sys.executable, "-m", "kvarts"]
-    watch = [*command, "watch", f"tcp://{published}", "--bind", "--replay", f"tcp://{replayed}", "--json", "--quiet"]
+    watch = [
+        *command,
+        "watch",
+        f"tcp://{published}",
+        "--set",
+        "bind=true",
+        "--replay",
+        f"tcp://{replayed}",
+        "--json",
+        "--set",
+        "quiet=true",
+    ]
     watch += ["--metrics", f"http://{metrics}/metrics", "--events", "journal.jsonl", "--timeline", "timeline.jsonl"]
     with engine(tmp_path, tiers=tiers, ports=ports) as tiered:
         watching = subprocess.Popen(watch, cwd=tmp_path, stdout=subprocess.PIPE, text=True)

@@ -72,7 +72,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys, admin = directory / "keys", directory / "admin"
     keys.write_text(KEYS)
     admin.write_text("admin-key\n")
-    with started("--api-key-file", keys, "--admin-key-file", admin) as running:
+    with started("--api-key-file", keys, "--set", f"admin_key_file={admin}") as running:
         yield running
 
 
@@ -540,7 +540,7 @@ def test_pages_of_an_origin_that_is_allowed_may_ask_and_read(page_server: Server
         (("--api-key", " "), {}),
         (("--set", "admin_key="), {}),
         (("--api-key-file", "{empty}"), {}),
-        (("--admin-key-file", "{empty}"), {}),
+        (("--set", "admin_key_file={empty}"), {}),
         ((), {"VLLM_API_KEY": ""}),
         (("--api-key", "same", "--set", "admin_key=same"), {}),
     ],

@@ -44,7 +44,7 @@ def ask(url: str, body: dict[str, Any] | None = None) -> Any:
 def test_events_of_a_mock_with_kv_groups_name_the_group() -> None:
     command = ["mock", "--port", "0", "--speedup", "1000", "--page-size", "16"]
     command += ["--model", "gemma-3-27b", "--device", "h100-80gb", "--set", "kv_groups=all"]
-    command += ["--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0"]
+    command += ["--kv-events", "tcp://127.0.0.1:0", "--set", "kv_events_replay=tcp://127.0.0.1:0"]
     with preforked.start(*command) as server:
         assert server.stderr is not None
         try:
@@ -71,7 +71,14 @@ def test_events_of_a_mock_with_kv_groups_name_the_group() -> None:
 def test_events_of_a_mock_name_the_block_size_of_the_group() -> None:
     """Gemma 4: prompts of 70 tokens fill 4 blocks of 16 in groups with windows, and 2 of 32 in the full group."""
     command = ["mock", "--port", "0", "--speedup", "1000", "--model", "gemma-4-31b", "--device", "h200"]
-    command += ["--tensor-parallel", "2", "--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0"]
+    command += [
+        "--tensor-parallel",
+        "2",
+        "--kv-events",
+        "tcp://127.0.0.1:0",
+        "--set",
+        "kv_events_replay=tcp://127.0.0.1:0",
+    ]
     with preforked.start(*command) as server:
         assert server.stderr is not None
         try:
@@ -102,7 +109,7 @@ def test_events_of_a_mock_name_the_block_size_of_the_group() -> None:
 
 def test_a_consumer_holds_what_the_mock_has_computed() -> None:
     command = ["mock", "--port", "0", "--speedup", "1000", "--page-size", "4"]
-    command += ["--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0"]
+    command += ["--kv-events", "tcp://127.0.0.1:0", "--set", "kv_events_replay=tcp://127.0.0.1:0"]
     with preforked.start(*command) as server:
         assert server.stderr is not None
         try:

@@ -151,7 +151,7 @@ def test_without_replay_what_was_there_before_is_inconclusive(run_command: Run, 
         fake.send(7, removed([1]))
 
     with working(work):
-        assert run_command("watch", fake.endpoint, "--duration", 60, "--quiet") == 6
+        assert run_command("watch", fake.endpoint, "--duration", 60, "--set", "quiet=true") == 6
 
 
 def test_nothing_at_all_is_inconclusive(run_command: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,7 +291,7 @@ def test_a_replay_publishes_and_a_watch_follows_it(
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--pages", "70", "--page-size", "16", "--max-seqs", "2"]
-    publish = ["--kv-events", live, "--kv-events-replay", replay]
+    publish = ["--kv-events", live, "--set", f"kv_events_replay={replay}"]
     publish += ["--set", "kv_events_wait=20", "--set", "kv_events_stay=1"]
     with preforked.start("replay", trace, *options, *publish) as process:
 
@@ -319,7 +319,7 @@ def test_options_of_a_replay_that_cannot_be_are_refused(
         json.dumps({"timestamp": 0, "input_length": 9, "output_length": 3, "hash_ids": [1]})
     )
     trace = tmp_path / "t.jsonl"
-    assert run_command("replay", trace, "--kv-events-replay", "tcp://127.0.0.1:1") == 2
+    assert run_command("replay", trace, "--set", "kv_events_replay=tcp://127.0.0.1:1") == 2
     assert "has no effect without --kv-events" in capsys.readouterr().err
     assert run_command("replay", trace, "--kv-events", "5557") == 2
     assert "is no endpoint" in capsys.readouterr().err

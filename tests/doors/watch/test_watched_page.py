@@ -47,7 +47,7 @@ def test_the_page_shows_the_blocks_and_the_metrics_of_an_engine(run_command: Run
 
     with RunningServer(readers=[events.reader], cost="linear:step_ms=10", pages=256) as server, working(work):
         code = run_command("watch", endpoints[0], "--replay", endpoints[1], "--metrics", f"{server.url}/metrics",
-                           "--ui", page_port, "--duration", 60, "--quiet", "--json")  # fmt: skip
+                           "--ui", page_port, "--duration", 60, "--set", "quiet=true", "--json")  # fmt: skip
     events.close()
     assert code == 0 and [reply.status for reply in seen] == [200, 400, 403, 403, 404]
     (engine,) = msgspec.json.decode(seen[0].payload, type=list[LiveEngine])

@@ -115,7 +115,7 @@ def test_the_command_reads_it(
     assert "60 steps: error of one" in out
     assert "1 steps without tokens, or with inputs of an encoder, are left out" in said
     assert (tmp_path / "cost.toml").read_text().startswith("# Fitted by kvarts calibrate to vllm.log.\n")
-    code, _, said = kvarts("calibrate", "vllm.log", *on, "--fit-on", "5")
+    code, _, said = kvarts("calibrate", "vllm.log", *on, "--set", "fit_on=5")
     assert (code, "RUN is one of steps" in said) == (2, True)
 
 

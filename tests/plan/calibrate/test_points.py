@@ -243,11 +243,11 @@ def test_a_table_becomes_a_prior_that_later_fits_begin_from(tmp_path: Path) -> N
         "b,,qwen3-0.6b,l40s,1,,,300,40,,offline,20,20,2000,,",
     ]
     table.write_text("\n".join([HEADER, *rows]) + "\n")
-    fit = ["calibrate", "--points", str(table), "--hold-out", "source", "--out", str(prior), "--json", "--workers"]
-    result = CliRunner().invoke(cli, [*fit, "1"])
+    fit = ["calibrate", "--points", str(table), "--set", "hold_out=source", "--out", str(prior), "--json"]
+    result = CliRunner().invoke(cli, [*fit, "--set", "workers=1"])
     assert result.exit_code == 0, result.output
     written = prior.read_bytes()
-    assert CliRunner().invoke(cli, [*fit, "2"]).stdout == result.stdout
+    assert CliRunner().invoke(cli, [*fit, "--set", "workers=2"]).stdout == result.stdout
     assert prior.read_bytes() == written
     found = load_constants(prior)
     assert set(found.values) == set(found.deviations) == set(COEFFICIENTS)
@@ -259,10 +259,13 @@ def test_a_table_becomes_a_prior_that_later_fits_begin_from(tmp_path: Path) -> N
     ("arguments", "says"),
     [
         (["--points", "{table}", "--device", "l40s"], "--device: has no effect with --points"),
-        (["--points", "{table}", "--fit-on", "4"], "--fit-on: has no effect with --points"),
-        (["--points", "{table}", "--hold-out", "colour"], "--hold-out: 'colour' is not one of source, gpu, model"),
-        (["--hold-out", "gpu", "{table}"], "--hold-out: has no effect without --points"),
-        (["--points", "{table}", "--prior", "{table}"], "points.csv"),
+        (["--points", "{table}", "--set", "fit_on=4"], "--set fit_on: has no effect with --points"),
+        (
+            ["--points", "{table}", "--set", "hold_out=colour"],
+            "--set hold_out: 'colour' is not one of source, gpu, model",
+        ),
+        (["--set", "hold_out=gpu", "{table}"], "--set hold_out: has no effect without --points"),
+        (["--points", "{table}", "--set", "prior={table}"], "points.csv"),
         (["--points", "{table}"], "does not fit"),
     ],
 )

@@ -181,8 +181,8 @@ def test_a_run_that_is_described_badly_is_named(tmp_path: Path, change: str, say
 
 def test_what_is_of_one_run_is_not_said_of_several(tmp_path: Path) -> None:
     paths = [str(write_run(tmp_path, name, DENSE)) for name in ("a", "b")]
-    result = CliRunner().invoke(cli, ["calibrate", *paths, "--fit-on", "4"])
-    assert "--fit-on: is of one run, and there are several" in str(result.exception) + result.output
+    result = CliRunner().invoke(cli, ["calibrate", *paths, "--set", "fit_on=4"])
+    assert "--set fit_on: is of one run, and there are several" in str(result.exception) + result.output
 
 
 # Uncertainty ----------------------------------------------------------------------------------------------
@@ -438,7 +438,7 @@ def test_a_design_is_asked_for_without_runs(tmp_path: Path, monkeypatch: pytest.
     assert "vllm bench serve" in result.stdout or "guesses will stand" in result.stdout
     for more, says in (
         ([str(tmp_path / "a.toml")], "nor with --design"),
-        (["--fit-on", "3"], "--fit-on: has no effect with --design"),
+        (["--set", "fit_on=3"], "--set fit_on: has no effect with --design"),
     ):
         result = CliRunner().invoke(cli, [*asked, *more])
         assert says in str(result.exception) + result.output

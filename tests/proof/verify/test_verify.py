@@ -176,7 +176,7 @@ def test_boundedness_that_cannot_be_judged_is_inconclusive() -> None:
     assert few.why is not None and "too few" in few.why
     unknown = verify(series([5] * 500), max_bytes=10**9)
     assert unknown.verdict == "inconclusive"
-    assert unknown.why is not None and "--block-bytes" in unknown.why
+    assert unknown.why is not None and "--set block_bytes" in unknown.why
     assert verify({**series([5] * 500), "block_bytes": 10}, max_bytes=100).verdict == "ok"
     assert verify({**series([5] * 500), "block_bytes": 10}, max_bytes=49).verdict == "violated"
 

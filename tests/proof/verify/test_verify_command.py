@@ -48,16 +48,16 @@ def test_text_json_and_exit_code_agree(kvarts: Kvarts, tmp_path: Path) -> None:
 def test_a_bad_threshold_is_bad_usage(kvarts: Kvarts, tmp_path: Path, threshold: str) -> None:
     path = tmp_path / "timeline.json"
     path.write_text(json.dumps(good()))
-    code, out, err = kvarts("verify", path, "--preempt-threshold", threshold)
+    code, out, err = kvarts("verify", path, "--set", f"preempt_threshold={threshold}")
     assert (code, out) == (2, "") and "threshold" in err
 
 
 def test_boundedness_can_be_asked_for(kvarts: Kvarts, tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     path.write_text(json.dumps(good()))
-    code, out, _ = kvarts("verify", path, "--max-bytes", "1MiB", "--block-bytes", "64KiB")
+    code, out, _ = kvarts("verify", path, "--set", "max_bytes=1MiB", "--set", "block_bytes=64KiB")
     assert code == 5 and "blocks are" in out and "more than 1048576" in out
-    assert kvarts("verify", path, "--max-bytes", "1GiB")[0] == 6
+    assert kvarts("verify", path, "--set", "max_bytes=1GiB")[0] == 6
 
 
 def test_no_file_is_bad_usage(kvarts: Kvarts) -> None:
@@ -138,6 +138,6 @@ def test_a_pipe_is_a_file(tmp_path: Path, door: str, form: str) -> None:
 def test_a_size_that_is_none_is_bad_usage(kvarts: Kvarts, tmp_path: Path, size: str) -> None:
     path = tmp_path / "timeline.json"
     path.write_text(json.dumps(good()))
-    for option in ("--max-bytes", "--block-bytes"):
-        code, out, err = kvarts("verify", path, f"{option}={size}")
+    for key in ("max_bytes", "block_bytes"):
+        code, out, err = kvarts("verify", path, "--set", f"{key}={size}")
         assert (code, out) == (2, "") and "Traceback" not in err

@@ -25,7 +25,7 @@ TEMPLATE = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor 
 @pytest.fixture
 def options(tiny: Callable[[str], Path]) -> tuple[Any, ...]:
     engine = ("--kv-memory", "1MiB", "--set", "attention=sdpa")
-    return ("--model", tiny("qwen3"), "--max-tokens", 5, "--ignore-eos", *engine)
+    return ("--model", tiny("qwen3"), "--max-tokens", 5, "--set", "ignore_eos=true", *engine)
 
 
 def lines_of(printed: bytes) -> list[dict[str, Any]]:

@@ -33,9 +33,20 @@ def prompts(tmp_path: Path) -> Path:
 
 def profile(kvarts: Kvarts, directory: Path, prompts: Path, kv_groups: str) -> dict[str, Any]:
     """The report of prompts in a memory that is too small for all; a timeline and a trace are beside them."""
-    options = ("--model", directory, "--prompts", prompts, "--max-tokens", 60, "--ignore-eos", "--kv-memory", "640KiB")
+    options = (
+        "--model",
+        directory,
+        "--prompts",
+        prompts,
+        "--max-tokens",
+        60,
+        "--set",
+        "ignore_eos=true",
+        "--kv-memory",
+        "640KiB",
+    )
     files = ("--kv-timeline", prompts.with_suffix(f".{kv_groups}.jsonl"),
-             "--write-trace", prompts.with_suffix(f".{kv_groups}.trace"))  # fmt: skip
+             "--set", f"write_trace={prompts.with_suffix('.' + kv_groups + '.trace')}")  # fmt: skip
     code, printed, said = kvarts("profile", *options, "--set", f"kv_groups={kv_groups}", *files)
     assert code == 0, said
     report = json.loads(printed)
@@ -67,7 +78,8 @@ def test_a_profile_counts_blocks_and_says_the_same(
 
 
 def test_text_is_the_same_and_memory_is_told(kvarts: Kvarts, directory: Path) -> None:
-    say = ("generate", "--model", directory, "--prompt", "the sea " * 20, "--max-tokens", 40, "--ignore-eos",
+    say = ("generate", "--model", directory, "--prompt", "the sea " * 20, "--max-tokens", 40,
+           "--set", "ignore_eos=true",
            "--kv-memory", "256KiB")  # fmt: skip
     code, text, said = kvarts(*say, "--set", "kv_groups=all")
     assert (code, text) == kvarts(*say)[:2]
@@ -77,13 +89,13 @@ def test_text_is_the_same_and_memory_is_told(kvarts: Kvarts, directory: Path) ->
 def test_host_memory_changes_no_token_and_is_in_timeline_and_report(
     kvarts: Kvarts, directory: Path, prompts: Path
 ) -> None:
-    options = ("profile", "--model", directory, "--prompts", prompts, "--max-tokens", 30, "--ignore-eos",
+    options = ("profile", "--model", directory, "--prompts", prompts, "--max-tokens", 30, "--set", "ignore_eos=true",
                "--kv-memory", "320KiB", "--set", "kv_groups=tails")  # fmt: skip
     timeline = prompts.with_suffix(".host.jsonl")
     traces = [prompts.with_suffix(name) for name in (".alone", ".below")]
-    assert kvarts(*options, "--write-trace", traces[0])[0] == 0
+    assert kvarts(*options, "--set", f"write_trace={traces[0]}")[0] == 0
     code, printed, said = kvarts(
-        *options, "--host-memory", "4MiB", "--write-trace", traces[1], "--kv-timeline", timeline
+        *options, "--host-memory", "4MiB", "--set", f"write_trace={traces[1]}", "--kv-timeline", timeline
     )
     assert code == 0, said
     assert traces[0].read_bytes() == traces[1].read_bytes()

@@ -186,7 +186,18 @@ def test_it_is_told_and_its_tokens_are_those_of_the_library(
     )
     prompts = path.parent / "ids.jsonl"
     prompts.write_text('{"prompt": [5, 6, 7]}\n')
-    options = ("--model", path, "--max-tokens", 8, "--ignore-eos", "--kv-memory", "1MiB", "--quantization", "int4")
+    options = (
+        "--model",
+        path,
+        "--max-tokens",
+        8,
+        "--set",
+        "ignore_eos=true",
+        "--kv-memory",
+        "1MiB",
+        "--set",
+        "quantization=int4",
+    )
     assert run_command("generate", "--prompts", prompts, *options) == 0
     said = capsysbinary.readouterr()
     assert "linear layers in int4, 1 left as they were: " in said.err.decode()
@@ -213,7 +224,17 @@ def test_servers_tell_the_loss(tiny: Tiny, server: str) -> None:
     """On standard error, before they listen."""
     pytest.importorskip("httptools" if server == "model" else "grpc")
     address = ("--port", "0") if server == "model" else ("--port", "0", "--window", "64")
-    command = [sys.executable, "-m", "kvarts", "serve", server, "--model", str(tiny("llama")), "--quantization", "int8"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvarts",
+        "serve",
+        server,
+        "--model",
+        str(tiny("llama")),
+        "--set",
+        "quantization=int8",
+    ]
     command += ["--kv-memory", "1MiB", *address]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

@@ -387,14 +387,14 @@ def test_the_commands(
     assert run_command("model", "tiny", tmp_path / "other", "--family", "gpt") == 2
     prompts.write_text('{"prompt": "hello there"}\n\n{"prompt": [1, 2, 3]}\n')
     capsysbinary.readouterr()
-    options = ("--model", model, "--max-tokens", 12, "--ignore-eos", "--kv-memory", "4MiB")
+    options = ("--model", model, "--max-tokens", 12, "--set", "ignore_eos=true", "--kv-memory", "4MiB")
     assert run_command("generate", "--prompts", prompts, *options, "--set", "logprobs=true") == 0
     lines = [msgspec.json.decode(line) for line in capsysbinary.readouterr().out.splitlines()]
     assert [len(line["tokens"]) for line in lines] == [len(line["logprobs"]) for line in lines] == [12, 12]
     assert run_command("generate", "--prompt", "hello there", *options) == 0
     assert capsysbinary.readouterr().out.decode() == plain(lines[0]["text"]) + "\n"
     timeline, record, trace = (tmp_path / name for name in ("timeline.jsonl", "steps.jsonl", "trace.jsonl"))
-    files = ("--record", record, "--write-trace", trace, "--kv-timeline", timeline)
+    files = ("--record", record, "--set", f"write_trace={trace}", "--kv-timeline", timeline)
     assert run_command("profile", "--prompts", prompts, *options, *files) == 0
     report = msgspec.json.decode(capsysbinary.readouterr().out)
     assert (report["num_completed"], report["num_output_tokens"]) == (2, 24)

@@ -29,7 +29,8 @@ def test_a_prompt_is_answered_as_by_itself(kvarts: Kvarts, directory: Path) -> N
     from kvarts.run.torch.check import generated
 
     code, text, said = kvarts("generate", "--model", directory, "--prompt", "the sea " * 8, "--max-tokens", 12,
-                              "--ignore-eos", "--kv-memory", "256KiB", "--set", "kv_groups=all")  # fmt: skip
+                              "--set", "ignore_eos=true", "--kv-memory", "256KiB",
+                              "--set", "kv_groups=all")  # fmt: skip
     assert code == 0, said
     assert "64 pages of 16 tokens in 0.2 MiB as 64 blocks of 4,096 bytes" in said
     model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
@@ -40,7 +41,8 @@ def test_a_prompt_is_answered_as_by_itself(kvarts: Kvarts, directory: Path) -> N
 
 
 def test_guesses_change_no_text(kvarts: Kvarts, directory: Path) -> None:
-    asked = ("generate", "--model", directory, "--prompt", "the sea " * 8, "--max-tokens", 40, "--ignore-eos",
+    asked = ("generate", "--model", directory, "--prompt", "the sea " * 8, "--max-tokens", 40,
+             "--set", "ignore_eos=true",
              "--kv-memory", "256KiB", "--set", "kv_groups=all")  # fmt: skip
     code, text, _ = kvarts(*asked)
     assert code == 0
@@ -75,7 +77,7 @@ def test_a_profile_counts_states(kvarts: Kvarts, directory: Path, tmp_path: Path
     texts = ["once upon a time there was a sea " * 2 + str(number) for number in range(6)]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     code, printed, said = kvarts(
-        "profile", "--model", directory, "--prompts", prompts, "--max-tokens", 20, "--ignore-eos",
+        "profile", "--model", directory, "--prompts", prompts, "--max-tokens", 20, "--set", "ignore_eos=true",
         "--kv-memory", "160KiB", "--set", "kv_groups=all", "--kv-timeline", timeline)  # fmt: skip
     assert code == 0, said
     full, state = json.loads(printed)["kv_groups"]

@@ -51,7 +51,7 @@ def settings() -> Given:
 @pytest.mark.long
 def test_each_figure_is_that_of_the_replay_of_its_command(asked: Callable[..., Any], trace: Path) -> None:
     plan = asked("plan", "fleet", trace, *MODEL, *TIGHT, "--gpus", 4, "--routers", "prefix,least-loaded",
-                 "--store-sizes", "64GiB", "--tensor-parallel", 1, "--json")["fleets"]  # fmt: skip
+                 "--set", "store_sizes=64GiB", "--tensor-parallel", 1, "--json")["fleets"]  # fmt: skip
     assert {point["is_apart"] for point in plan["points"]} == {False, True}
     assert {point["store"] for point in plan["points"]} == {None, "64GiB"}
     options = plan["options"]
@@ -134,7 +134,7 @@ def test_processes_do_not_change_a_byte(
 ) -> None:
     printed = []
     for workers in (1, 2):
-        command = ("plan", "fleet", trace, *MODEL, *TIGHT, "--gpus", 3, "--workers", workers, "--json")
+        command = ("plan", "fleet", trace, *MODEL, *TIGHT, "--gpus", 3, "--set", f"workers={workers}", "--json")
         assert run_command(*command) == 0
         printed.append(capsysbinary.readouterr().out)
     assert printed[0] == printed[1]
@@ -236,7 +236,7 @@ def test_a_router_that_takes_no_notice_of_an_option_is_left_out(asked: Callable[
 def test_a_store_beside_kv_groups(asked: Callable[..., Any], trace: Path) -> None:
     of_groups = ("--model", "gpt-oss-20b", "--device", "h100-80gb", "--set", "kv_memory=4GiB", "--tensor-parallel", 1)
     plan = asked("plan", "fleet", trace, *of_groups, *TIGHT, "--gpus", 2, "--routers", "prefix",
-                 "--store-sizes", "64GiB",
+                 "--set", "store_sizes=64GiB",
                  "--json")["fleets"]  # fmt: skip
     for point in plan["points"]:
         report = asked(*shlex.split(point["command"])[1:], "--json")
@@ -321,12 +321,16 @@ FILE = 'model = "llama-3.1-8b"\ndevice = "h100-80gb"\n'
         (["--gpus", "2"], '[transfer]\nrate = "5GB/s"\n', "transfer.rate: does not go with a search for fleets"),
         (["--gpus", "2"], '[[pool]]\nrole = "mixed"\n', "does not go with a search for fleets"),
         (["--gpus", "2", "--routers", "nearest"], "", "--routers: must be one of round-robin"),
-        (["--gpus", "2", "--store-sizes", "5x"], "", "--store-sizes: '5x' is not a size"),
-        (["--gpus", "2", "--store-sizes", "5GiB", "--store", "memory=6GiB"], "", "--store-sizes: is one size already"),
-        pytest.param(
-            ["--gpus", "2", "--store-sizes", "5GiB", "--tier", "store:scope=all,pages=9"],
+        (["--gpus", "2", "--set", "store_sizes=5x"], "", "--set store_sizes: '5x' is not a size"),
+        (
+            ["--gpus", "2", "--set", "store_sizes=5GiB", "--store", "memory=6GiB"],
             "",
-            "--store-sizes: is one size already",
+            "--set store_sizes: is one size already",
+        ),
+        pytest.param(
+            ["--gpus", "2", "--set", "store_sizes=5GiB", "--tier", "store:scope=all,pages=9"],
+            "",
+            "--set store_sizes: is one size already",
         ),
         (["--gpus", "2", "--tensor-parallel", "4"], "", "--gpus: is less than one worker takes"),
         (["--gpus", "2000"], "", "--gpus: must be at most 256"),

@@ -96,7 +96,7 @@ def traffic(folder: Path) -> list[str | Path]:
 def test_each_model_and_each_device_has_the_next_port(tmp_path: Path) -> None:
     """A topic names the model, and a batch the number of the device."""
     port, asked = free_ports(4), free_ports(4)
-    events = ["--kv-events", f"tcp://127.0.0.1:{port}", "--kv-events-replay", f"tcp://127.0.0.1:{asked}"]
+    events = ["--kv-events", f"tcp://127.0.0.1:{port}", "--set", f"kv_events_replay=tcp://127.0.0.1:{asked}"]
     events += ["--set", "kv_events_topic=kv@{model}", "--set", "kv_events_stay=20", "--replicas", "2"]
     told = {}
     with preforked.start("replay", *MODELS, *traffic(tmp_path), *events) as process:
@@ -125,7 +125,7 @@ def test_each_model_and_each_device_has_the_next_port(tmp_path: Path) -> None:
 def test_ports_that_two_streams_would_have_are_refused(
     run_command: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    events = ("--kv-events", "tcp://127.0.0.1:5557", "--kv-events-replay", "tcp://127.0.0.1:5558")
+    events = ("--kv-events", "tcp://127.0.0.1:5557", "--set", "kv_events_replay=tcp://127.0.0.1:5558")
     assert run_command("replay", *MODELS, *traffic(tmp_path), *events) == 2
     said = capsys.readouterr().err
     assert "tcp://127.0.0.1:5558 would be of two engines: each has the next port" in said and "further apart" in said
@@ -136,7 +136,10 @@ def test_ports_that_two_streams_would_have_are_refused(
     [
         (("--kv-events", "tcp://127.0.0.1:65535"), "--kv-events"),
         (("--kv-events", "tcp://127.0.0.1:65533", "--replicas", 3), "--kv-events"),
-        (("--kv-events", "tcp://127.0.0.1:5557", "--kv-events-replay", "tcp://127.0.0.1:65535"), "--kv-events-replay"),
+        (
+            ("--kv-events", "tcp://127.0.0.1:5557", "--set", "kv_events_replay=tcp://127.0.0.1:65535"),
+            "--set kv_events_replay",
+        ),
     ],
 )
 def test_a_model_without_a_port_is_refused_by_the_option(

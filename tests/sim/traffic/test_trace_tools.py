@@ -222,15 +222,15 @@ def test_bad_rows_are_named(tmp_path: Path, name: str, lines: list[str], line: i
 def test_commands_write_what_they_say(
     tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    assert run_command("trace", "slice", SAMPLE, "--count", 10) == 0
+    assert run_command("trace", "slice", SAMPLE, "--set", "count=10") == 0
     printed = capsysbinary.readouterr().out
     out = tmp_path / "out.jsonl"
-    assert run_command("trace", "slice", SAMPLE, "--count", 10, "-o", out) == 0
+    assert run_command("trace", "slice", SAMPLE, "--set", "count=10", "-o", out) == 0
     assert out.read_bytes() == printed
     assert len(printed.splitlines()) == 10
     assert run_command("trace", "merge", out, out) == 0
     assert len(capsysbinary.readouterr().out.splitlines()) == 20
-    assert run_command("trace", "scale", out, "--rate", 2, "--copies", 3, "--spread", "1h") == 0
+    assert run_command("trace", "scale", out, "--rate", 2, "--copies", 3, "--set", "spread=1h") == 0
     assert len(capsysbinary.readouterr().out.splitlines()) == 30
     assert run_command("trace", "anonymize", out) == 0
     assert run_command("trace", "info", out) == 0

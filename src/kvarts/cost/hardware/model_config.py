@@ -41,7 +41,7 @@ __all__ = ["LAYOUT_HINT", "check_config", "hub_models", "load_geometry", "preset
 HUB = "https://huggingface.co/"
 _NESTED = ("text_config", "language_config", "llm_config")
 _OUTER = ("torch_dtype", "dtype", "quantization_config", "tie_word_embeddings")
-LAYOUT_HINT = "For any other model, --kv-layout FILE states what its layers keep."
+LAYOUT_HINT = "For any other model, --set kv_layout=FILE states what its layers keep."
 
 
 def preset_names() -> list[str]:

@@ -129,7 +129,7 @@ def take(config: KvEventsConfig, taken: set[str]) -> None:
             raise ConfigError(
                 f"{own} would be of two engines: each has the next port",
                 field=field,
-                hint="Let --kv-events and --kv-events-replay be further apart: tcp://127.0.0.1:5557 and :5657.",
+                hint="Let --kv-events and --set kv_events_replay be further apart: tcp://127.0.0.1:5557 and :5657.",
             )
         taken.add(own)
 

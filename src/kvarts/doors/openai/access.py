@@ -178,7 +178,7 @@ class Guard:
             if found is None:
                 raise ApiError(401, "an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
             if access is Access.ADMIN and not found.is_admin:
-                hint = "" if keys.has_admin else ": start the server with --admin-key-file"
+                hint = "" if keys.has_admin else ": start the server with --set admin_key_file"
                 raise ApiError(403, f"{request.path} needs the key of an administrator{hint}")
             return found
         self._check_page(request)

@@ -756,7 +756,7 @@ class Boundedness(TimelineRule):
     def finish(self, top: dict[str, Any]) -> None:
         """Judge growth over the stretches after warm-up."""
         if self._block_bytes is None:
-            self.why_not = "nothing says how many bytes a block has: give --block-bytes"
+            self.why_not = "nothing says how many bytes a block has: give --set block_bytes"
         means = self._sums[len(self._sums) // 4 :] / self._width
         if len(means) * self._width < self.MIN_ROWS or len(means) < 8:
             self.why_open = f"{self._num_rows} rows are too few to tell a plateau from growth"

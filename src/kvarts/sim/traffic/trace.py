@@ -74,7 +74,7 @@ class Trace:
         self.unit_tokens = unit_tokens
         self.has_output_tokens = has_output_tokens
         self.names_models = False
-        """Whether some requests name the model that they ask for. Whoever reads them on demand sets it."""
+        """Whether some requests name the model that they ask for. To be set where they are read on demand."""
         if isinstance(requests, list):
             has_sessions = any(request.session_id is not None or request.after for request in requests)
             self.names_models = any(request.model is not None for request in requests)

@@ -94,7 +94,7 @@ def requests_of(url: str) -> int:
 
 
 def test_each_worker_publishes_its_own_kv_events(file: Path) -> None:
-    events = ("--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0")
+    events = ("--kv-events", "tcp://127.0.0.1:0", "--set", "kv_events_replay=tcp://127.0.0.1:0")
     with kvarts_process("mock", "--fleet", str(file), "--port", "0", *events) as process:
         urls = urls_of(process)
         sources = call(urls[0], "/kv_event_sources?form=list").json

@@ -185,7 +185,7 @@ role = "mixed"
 def test_it_publishes_kv_events_at_the_next_port_and_says_where_it_listens(tmp_path: Path) -> None:
     file = tmp_path / "fleet.toml"
     file.write_text(FLEET)
-    events = ("--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0")
+    events = ("--kv-events", "tcp://127.0.0.1:0", "--set", "kv_events_replay=tcp://127.0.0.1:0")
     with kvarts_process("mock", "--fleet", str(file), "--port", "0", *events) as process:
         process.wait_for(r"worker 0 \(mixed\) on http")
         front = re.findall(r"http://127\.0\.0\.1:\d+", "".join(process.lines))[0]
@@ -208,7 +208,7 @@ def test_an_added_worker_publishes_at_a_free_port_where_the_next_one_is_taken(tm
     file = tmp_path / "fleet.toml"
     file.write_text(FLEET)
     with pair_of_ports() as (port, taken):
-        events = ("--kv-events", f"tcp://127.0.0.1:{port}", "--kv-events-replay", "tcp://127.0.0.1:0")
+        events = ("--kv-events", f"tcp://127.0.0.1:{port}", "--set", "kv_events_replay=tcp://127.0.0.1:0")
         with kvarts_process("mock", "--fleet", str(file), "--port", "0", *events) as process:
             process.wait_for(r"worker 0 \(mixed\) on http")
             front = re.findall(r"http://127\.0\.0\.1:\d+", "".join(process.lines))[0]

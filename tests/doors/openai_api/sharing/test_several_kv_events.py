@@ -77,7 +77,7 @@ def test_each_model_is_told_at_the_next_port(topic: str) -> None:
     port, replay = free_ports(2), free_ports(2)
     command = ["mock", *MODELS, "--port", "0", "--page-size", "4", "--speedup", "1000"]
     command += ["--kv-events", f"tcp://127.0.0.1:{port}", "--set", f"kv_events_topic={topic}"]
-    command += ["--kv-events-replay", f"tcp://127.0.0.1:{replay}"]
+    command += ["--set", f"kv_events_replay=tcp://127.0.0.1:{replay}"]
     with preforked.start(*command) as server:
         assert server.stderr is not None
         try:
@@ -116,7 +116,7 @@ def test_each_model_is_told_at_the_next_port(topic: str) -> None:
 
 def test_ports_that_two_models_would_have_are_refused(run_command: Run, capsys: pytest.CaptureFixture[str]) -> None:
     port = free_ports(2)
-    events = ("--kv-events", f"tcp://127.0.0.1:{port}", "--kv-events-replay", f"tcp://127.0.0.1:{port + 1}")
+    events = ("--kv-events", f"tcp://127.0.0.1:{port}", "--set", f"kv_events_replay=tcp://127.0.0.1:{port + 1}")
     assert run_command("mock", *MODELS, *events, "--port", "0") == 2
     said = capsys.readouterr().err
     assert "would be of two engines: each has the next port" in said and "further apart" in said
