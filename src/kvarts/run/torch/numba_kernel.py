@@ -80,6 +80,51 @@ def softmax(scores: Any, first: Any, count: Any, softcap: Any, sink: Any) -> Non
         scores[place] *= share
 
 
+@njit(fastmath=SUMS, error_model="numpy", inline="always")
+def score_token(
+    query: Any, keys: Any, at: Any, scores: Any, place: Any, count: Any, own: Any, each: Any, dim: Any
+) -> None:
+    """Write the scores of the token whose keys are at `at`: that of each query of `own` KV heads, at `place`."""
+    one, two = index(1), index(2)
+    for kv in range(own):
+        key = at + kv * dim
+        row = kv * each
+        # Two at a time of the heads that share these keys.
+        while row + one < (kv + one) * each:
+            one_score, other_score = real(0), real(0)
+            for d in range(dim):
+                number = load(keys, key + d)
+                one_score += query[row * dim + d] * number
+                other_score += query[(row + one) * dim + d] * number
+            scores[row * count + place] = one_score
+            scores[(row + one) * count + place] = other_score
+            row += two
+        if row < (kv + one) * each:
+            one_score = real(0)
+            for d in range(dim):
+                one_score += query[row * dim + d] * load(keys, key + d)
+            scores[row * count + place] = one_score
+
+
+@njit(fastmath=SUMS, error_model="numpy", inline="always")
+def add_block(
+    total: Any, values: Any, at: Any, stride: Any, scores: Any, place: Any, count: Any, rows: Any, each: Any, dim: Any
+) -> None:
+    """Add to `total` the values of BLOCK tokens from `at` on, weighted by the scores from `place` on."""
+    one, two, three = index(1), index(2), index(3)
+    for row in range(rows):
+        value = at + row // each * dim
+        score = row * count + place
+        w0, w1, w2, w3 = scores[score], scores[score + one], scores[score + two], scores[score + three]
+        for d in range(dim):
+            total[row * dim + d] += (
+                w0 * load(values, value + d)
+                + w1 * load(values, value + stride + d)
+                + w2 * load(values, value + two * stride + d)
+                + w3 * load(values, value + three * stride + d)
+            )
+
+
 @cache
 def decode_kernel(is_bfloat16: bool, head_dim: int, heads_each: int, page_size: int) -> int:
     """Return the address of a function for a team of threads, for heads of `head_dim` elements, `heads_each` per KV
@@ -89,7 +134,7 @@ def decode_kernel(is_bfloat16: bool, head_dim: int, heads_each: int, page_size: 
     """
     # Only integers: Numba's cache on disk is keyed by the values of the closure.
     dim, each, size, source = index(head_dim), index(heads_each), index(page_size), index(WORDS)
-    zero, one, two, three, block = index(0), index(1), index(2), index(3), index(BLOCK)
+    zero, one, two, block = index(0), index(1), index(2), index(BLOCK)
 
     def kernel(work: Any, storage: Any) -> None:
         """Attend for all tokens that no other thread takes. `storage` serves only for its type."""
@@ -131,25 +176,7 @@ def decode_kernel(is_bfloat16: bool, head_dim: int, heads_each: int, page_size: 
                 num = min(size - offset, limit - place)
                 at = ((index(tables[table + place // size]) * size + offset) * kv_heads + head) * dim
                 for token in range(num):
-                    score = seen + token
-                    for kv in range(own):
-                        key = at + kv * dim
-                        row = kv * each
-                        # Two at a time of the heads that share these keys.
-                        while row + one < (kv + one) * each:
-                            one_score, other_score = real(0), real(0)
-                            for d in range(dim):
-                                number = load(keys, key + d)
-                                one_score += query[row * dim + d] * number
-                                other_score += query[(row + one) * dim + d] * number
-                            scores[row * count + score] = one_score
-                            scores[(row + one) * count + score] = other_score
-                            row += two
-                        if row < (kv + one) * each:
-                            one_score = real(0)
-                            for d in range(dim):
-                                one_score += query[row * dim + d] * load(keys, key + d)
-                            scores[row * count + score] = one_score
+                    score_token(query, keys, at, scores, seen + token, count, own, each, dim)
                     at += stride
                 place += num
                 seen += num
@@ -166,17 +193,7 @@ def decode_kernel(is_bfloat16: bool, head_dim: int, heads_each: int, page_size: 
                 at = ((index(tables[table + place // size]) * size + offset) * kv_heads + head) * dim
                 token = index(0)
                 while token + block <= num:
-                    for row in range(rows):
-                        value = at + row // each * dim
-                        score = row * count + seen + token
-                        w0, w1, w2, w3 = scores[score], scores[score + one], scores[score + two], scores[score + three]
-                        for d in range(dim):
-                            total[row * dim + d] += (
-                                w0 * load(values, value + d)
-                                + w1 * load(values, value + stride + d)
-                                + w2 * load(values, value + two * stride + d)
-                                + w3 * load(values, value + three * stride + d)
-                            )
+                    add_block(total, values, at, stride, scores, seen + token, count, rows, each, dim)
                     at += block * stride
                     token += block
                 while token < num:
