@@ -54,7 +54,7 @@ PYTHON = {
 }
 """The public names, by the title of their page."""
 
-MODULES = ("policies", "evidence", "testing")
+MODULES = ("policies", "proof.evidence", "testing")
 """Public modules with further names."""
 
 PARTS: dict[str, list[str]] = {
@@ -366,8 +366,8 @@ def module_page(name: str) -> str:
 
 PYTHON_INDEX = """# Python
 
-Names are imported from `kvarts`, on first use, or from one of three modules: `kvarts.policies`, `kvarts.evidence` and
-`kvarts.testing`. Their types and docstrings are the source of these pages.
+Names are imported from `kvarts`, on first use, or from one of three modules: `kvarts.policies`,
+`kvarts.proof.evidence` and `kvarts.testing`. Their types and docstrings are the source of these pages.
 
 """
 

@@ -1,7 +1,7 @@
 """kvarts: a KV-cache engine for LLM serving.
 
 The names below are imported on first use, so `import kvarts` is almost free. `kvarts.policies` has what a user can
-replace in an engine, `kvarts.testing` the contracts of these, and `kvarts.evidence` what happened in a run.
+replace in an engine, `kvarts.testing` the contracts of these, and `kvarts.proof.evidence` what happened in a run.
 
 >>> import kvarts
 >>> report = kvarts.replay("sample:mooncake", kvarts.ReplayConfig(num_pages=2_000, page_size=512))

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvarts.core.event_log import EventReader
 from kvarts.core.events import Event
-from kvarts.evidence import timelines_of
+from kvarts.proof.evidence import timelines_of
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.driver import Driver, Runner
 from kvarts.sim.replay import open_ranks, open_replica

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import kvarts
-from kvarts.evidence import Timeline
+from kvarts.proof.evidence import Timeline
 from kvarts.sim.report.steps import StepLog
 
 __all__ = ["check_timeline", "timeline_of"]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from equal.sglang import RECORDED, ROWS, describe, draw_load, first_difference, first_of, shrunk
 from equal.sglang_ours import config_of, kvarts_steps
 from kvarts import OffloadConfig, replay, verify
-from kvarts.evidence import timelines_of
+from kvarts.proof.evidence import timelines_of
 from kvarts.sim.traffic.mooncake import load_mooncake
 
 from oracles.naive_sglang import Asked, SglangLoad, SglangStep, naive_steps

@@ -45,7 +45,7 @@ NAMES = (
 """What is public."""
 
 
-FACADES = ("evidence", "policies", "testing")
+FACADES = ("proof.evidence", "policies", "testing")
 """Modules of further public names."""
 
 
@@ -116,7 +116,7 @@ def test_traffic_loads_no_engine() -> None:
 
 USES = (
     "from kvarts import verify",
-    "from kvarts.evidence import verify_file",
+    "from kvarts.proof.evidence import verify_file",
     "import kvarts.proof.verify",
     "import kvarts.proof.verify.verifier",
     "from kvarts.proof.verify import reader",
@@ -125,7 +125,7 @@ USES = (
 
 CHECK = """
 import kvarts
-from kvarts.evidence import Verdict, verify_file
+from kvarts.proof.evidence import Verdict, verify_file
 assert kvarts.verify({"timeline": []}).verdict == "violated"
 from kvarts import verify
 assert verify is kvarts.verify and verify("{}").verdict == "violated"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvarts.evidence import verify_file
+from kvarts.proof.evidence import verify_file
 from kvarts.proof.journal import Head
 
 Kvarts = Callable[..., tuple[int, str, str]]

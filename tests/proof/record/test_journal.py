@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from kvarts import ReplayConfig, Trace, replay, verify
-from kvarts.evidence import JournalWriter, timelines_of
+from kvarts.proof.evidence import JournalWriter, timelines_of
 from kvarts.sim.traffic.mooncake import load_mooncake
 
 from builders.case import ROUTERS, Case, cases

@@ -11,7 +11,7 @@ import pytest
 
 from kvarts import __version__
 from kvarts.base.errors import OutputError
-from kvarts.evidence import JournalWriter, verify_file
+from kvarts.proof.evidence import JournalWriter, verify_file
 
 Kvarts = Callable[..., tuple[int, str, str]]
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvarts.base.errors import InputError
-from kvarts.evidence import timelines_of
+from kvarts.proof.evidence import timelines_of
 from kvarts.proof.verify.rule import RuleResult
 from kvarts.proof.verify.verifier import Verdict, verify, verify_file
 

@@ -27,7 +27,7 @@ from kvarts.base.errors import ConfigError
 from kvarts.core.config import EngineConfig
 from kvarts.core.kv.groups import SinkWindow
 from kvarts.core.kv.layers import KvLayer
-from kvarts.evidence import verify_file
+from kvarts.proof.evidence import verify_file
 from kvarts.run.sessions.keeper import Keeper
 from kvarts.run.sessions.opening import open_sessions
 from kvarts.run.sessions.sessions import Sessions

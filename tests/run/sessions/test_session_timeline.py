@@ -14,7 +14,7 @@ import pytest
 import kvarts
 from kvarts.base.errors import OutputError
 from kvarts.cli.record import live_reader
-from kvarts.evidence import verify_file
+from kvarts.proof.evidence import verify_file
 from kvarts.proof.record.live import LiveTimeline
 from kvarts.run.sessions.values import SessionSettings
 from kvarts.sim.report.steps import StepLog

@@ -1,7 +1,7 @@
 """What happened in a run, and whether it adds up: timelines, journals, stories, verdicts, and a second bookkeeping.
 
 >>> import kvarts
->>> from kvarts.evidence import timelines_of
+>>> from kvarts.proof.evidence import timelines_of
 >>> config = kvarts.ReplayConfig(num_pages=2_000, page_size=512)
 >>> (timeline,) = timelines_of(kvarts.replay("sample:mooncake", config))
 >>> kvarts.verify(timeline.to_json()).verdict
