@@ -273,7 +273,7 @@ OTHERS = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
 
 
 def test_metrics_of_the_dashboards_have_data(front: RealFrontEnd) -> None:
-    """All that the five dashboards of vLLM 0.33 query; benchmarks/serve_dashboards.py runs the queries."""
+    """All that the five dashboards of vLLM 0.33 query."""
     complete(front, prompt=LONG_PROMPT, max_tokens=2)
     text = str(front.call("/metrics")[1])
     for name in HISTOGRAMS:
