@@ -20,8 +20,6 @@ MOST_VALUES = 1_000_000
 MOST_MADE_VALUES = 20_000
 """JSON values that a mock makes for the schemas of a request, over all choices: about 20 ms."""
 MOST_MADE_BYTES = 4 * 1024 * 1024
-VALUE_BYTES = 64
-"""Bytes whose reading takes as long as making one value."""
 
 OBJECT_VALUES = 6
 """Values whose memory equals that of one object."""

@@ -70,9 +70,6 @@ class Thinking(msgspec.Struct, frozen=True):
         return cls(budget, is_off or budget == 0)
 
 
-NO_LIMIT = Thinking()
-
-
 def budget_of_messages(thinking: Mapping[str, Any] | None, max_tokens: int | None) -> tuple[int | None, bool]:
     """Return the budget in `thinking` of Anthropic's API, and whether it turns reasoning off. Raise ApiError."""
     kind = None if thinking is None else thinking.get("type")

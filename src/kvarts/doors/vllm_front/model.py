@@ -45,7 +45,6 @@ class FrontModel:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
         config = _read(directory, "config.json")
         config = config.get("text_config") or config
         self._tokenizer = _read(directory, "tokenizer.json")
