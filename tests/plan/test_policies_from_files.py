@@ -29,7 +29,7 @@ def test_a_file_that_names_code_is_refused_and_runs_nothing(
         (folder / "run.toml").write_text(
             f'trace = "trace.jsonl"\npages = 100\nreplicas = 2\n[grid]\n{setting} = ["evilpol_of_test:C"]\n'
         )
-        arguments = ["run.toml", "-o", "out", "--set", "workers=1"]
+        arguments = ["run.toml", "-o", "out", "--workers", "1"]
     else:
         text = f'trace = "trace.jsonl"\npages = 100\nreplicas = 2\n{setting} = "evilpol_of_test:C"\n'
         (folder / "run.toml").write_text(text)
