@@ -199,6 +199,7 @@ def test_a_recorded_run_with_drafts_replays_to_the_same_events(
             {"hicache_ratio": 0.5},
             {"hicache_ratio": 0.3, "disable_overlap_schedule": True, "hicache_write_policy": "write_back"},
             {"hicache_ratio": 1.0, **STORAGE},
+            {"max_mamba_cache_size": 20, "mamba_chunk_size": 4, "mamba_track_interval": 4},
         ]
     ),
 )

@@ -175,7 +175,7 @@ class GroupPages(Cache):
         at_branches: bool = False,
         decoding: Decoding = STEP_BY_STEP,
     ) -> None:
-        ids = pool if isinstance(pool, IdPool) else None
+        ids = cast(IdPool, pool) if pool.has_ids else None
         plans_ahead, drafts, num_below = decoding.plans_ahead, decoding.drafts, below.num_tiers
         most_kept = 2 * most_new_tokens if plans_ahead else most_new_tokens
         has_sizes = memory.hit_pages > 1

@@ -176,7 +176,7 @@ def open_offloader(
     """
     make = MeasuredChannel if with_page_ids else Channel
     page_size, max_num_batched_tokens = config.page_size, config.max_num_batched_tokens
-    memory = None if isinstance(cache, PageCache) else cast("GroupPages", cache).memory
+    memory = cast("GroupPages", cache).memory if cache.counts() else None
     connected: list[ConnectedTier[Any]] = []
     specs = offload.specs(page_size, memory)
     is_exclusive = _is_exclusive(offload, specs, page_size, max_num_batched_tokens, memory)
