@@ -10,6 +10,8 @@ from kvarts.base.errors import ConfigError
 from kvarts.base.settings import given_by_keywords
 from kvarts.cli.mock import engine_of_mock, without_drafts
 from kvarts.cli.replaying import all_sections
+from kvarts.doors.openai.opening import Door, mock_limits
+from kvarts.sim.config import ReplayConfig
 
 GEMMA = {"model": "gemma-4-31b", "device": "h100-80gb"}
 TWO = {"model": "gemma-4-31b", "device": "h200", "tensor_parallel": 2}
@@ -78,3 +80,11 @@ def test_a_mock_has_drafts_if_it_starts_as_vllm_and_knows_how_many_are_right(
     assert ("started_drafts" in config.features) is has_drafts
     assert ("drafts have no effect" in capsys.readouterr().err) is not has_drafts
     assert config.async_scheduling is ("engine" in given)
+
+
+def test_a_mock_takes_no_longer_requests_than_the_start_of_vllm_plans_for() -> None:
+    config = ReplayConfig.of_options(model="qwen3-8b", device="h100-80gb", engine="vllm")
+    assert config.start is not None and config.start.max_model_len == 40_960
+    assert mock_limits(Door(), config).max_model_len == 40_960
+    shorter = ReplayConfig.of_options(model="qwen3-8b", device="h100-80gb", engine="vllm==0.33", max_model_len=1000)
+    assert mock_limits(Door(), shorter).max_model_len == 1000

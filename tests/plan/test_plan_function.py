@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -246,3 +247,20 @@ def test_the_first_chart_is_cost_and_goodput_with_the_answer_marked(plan: Plan) 
     least, most = answer["error"]
     assert least <= answer["y"] <= most and answer["label"] == "2 GPUs"
     assert len({point["x"] for point in chart["points"]}) > 1
+
+
+def test_a_plan_for_states_in_slots_is_refused(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sizes of memory would not change the slots."""
+    options = "--model", "qwen3.5-35b-a3b", "--device", "h200", "--set", "engine=sglang", "--slo-ttft-ms", 3000
+    assert run_command("plan", *options) == 2
+    assert "slots stay the same in all sizes of memory" in capsys.readouterr().err
+
+
+def test_hits_are_counted_in_the_pages_of_the_engine(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], path_of_few: str
+) -> None:
+    options = path_of_few, "--model", "qwen3-8b", "--device", "h200", "--set", "engine=sglang", "--slo-ttft-ms", 3000
+    assert run_command("plan", *options, "--quick", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["page_size"] == 1

@@ -49,6 +49,7 @@ STORAGE = {
 }
 WINDOWS = {"sliding_window_size": 127}
 STATES = {"max_mamba_cache_size": 200, "max_seqs": 40}
+QWEN = {"model": "qwen3.5-35b-a3b", "device": "h200"}
 
 # Planning ahead -------------------------------------------------------------------------------------------
 
@@ -528,8 +529,14 @@ def test_a_router_that_chooses_by_cached_pages_is_refused_without_a_prefix_cache
     ({**WINDOWS, "hicache_ratio": 2.0}, "below which host memory is not modelled"),
     ({"engine": "vllm", "max_mamba_cache_size": 200}, "no effect without"),
     ({"mamba_track_interval": 64}, "no effect without states"),
-    ({**STATES, "max_seqs": 41}, "max_seqs: needs 205 slots for states of 41 requests, and has 200.*_seqs 40 or less"),
+    ({**STATES, "max_seqs": 41}, "200 slots are fewer than the 205 for states of 41 requests.*max_seqs of 40 or less"),
     ({**STATES, "mamba_full_memory_ratio": 0.0}, "mamba_full_memory_ratio"),
+    ({**QWEN, "mamba_full_memory_ratio": -1.0}, "must be above 0"),
+    ({**QWEN, "max_mamba_cache_size": -5}, "must be at least 0"),
+    ({**QWEN, "max_mamba_cache_size": 4}, "4 slots for states of .* a request needs 5 slots"),
+    ({**QWEN, "max_mamba_cache_size": 2000}, "leave 0 bytes"),
+    ({**QWEN, "hicache_ratio": 2.0}, "hicache_ratio: states have slots"),
+    ({"model": "qwen3-8b", "device": "h200", "max_mamba_cache_size": 50}, "no effect without states"),
     ({**STATES, "mamba_radix_cache_strategy": "extra_buffer_lazy"}, "Use one of auto, no_buffer, extra_buffer"),
     ({**STATES, "mamba_radix_cache_strategy": "no_buffer"}, "pages of one token without the overlap schedule"),
     ({**STATES, "page_size": 16, "mamba_track_interval": 40}, "multiple of page_size, 16"),
@@ -650,7 +657,7 @@ def test_states_have_the_slots_that_sglang_gives_them(model: str, slot_bytes: in
     token_bytes = config.placement.kv_bytes_per_token if config.placement is not None else 0
     assert config.num_pages == (kv_bytes - (num_slots + 1) * slot_bytes) // token_bytes
     assert config.max_num_seqs == num_slots // 5
-    with pytest.raises(ConfigError, match="max_seqs: needs"):
+    with pytest.raises(ConfigError, match="fewer than"):
         make_config({**asked, "max_seqs": 2048})
     half = make_config({**asked, "max_mamba_cache_size": num_slots // 2})
     assert half.num_pages > config.num_pages and half.max_num_seqs == num_slots // 2 // 5

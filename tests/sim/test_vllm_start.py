@@ -417,5 +417,6 @@ def test_with_drafts_a_request_beyond_the_longest_is_refused_alone() -> None:
         RecordedRow(arrival_ns=0, prompt=[place] * length, num_output_tokens=count, output=[5] * count)
         for place, (length, count) in enumerate(lengths.items())
     ]
-    summary = replay(recorded_trace(rows), config).summary
-    assert (summary["num_completed"], summary["num_rejected"]) == (1, 2)
+    report = replay(recorded_trace(rows), config)
+    assert (report.summary["num_completed"], report.summary["num_rejected"]) == (1, 2)
+    assert report.advice is not None and report.advice.endswith("1,520 tokens; try --set max_model_len=1520 or more")

@@ -287,7 +287,8 @@ def _first_changed(of: msgspec.Struct | None, fields: Sequence[str]) -> str:
 
 
 def _spelled(text: str, spell: Callable[[str], str]) -> str:
-    return re.sub(_NAME, lambda match: spell(match[1]), text)
+    spelled = re.sub(_NAME, lambda match: spell(match[1]), text)
+    return re.sub(r"(--set [\w.]+) (?=\d)", r"\1=", spelled)
 
 
 class KeySource(msgspec.Struct, frozen=True):

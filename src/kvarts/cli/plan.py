@@ -353,7 +353,8 @@ def slo_command(prices: Path | None, **values: Any) -> None:
     from kvarts.plan import tables
 
     asked = _Asked(values, facts=(NO_REPLAY,))
-    plan = asked.options(asked.config()).make(page_size=_page_size(asked.given), prices=prices)
+    config = asked.config()
+    plan = asked.options(config).make(page_size=_page_size(asked.given, config), prices=prices)
     asked.write(plan.values, tables.render)
     end_interrupted(plan.values)
 
@@ -452,7 +453,8 @@ def policies_command(policies: tuple[str, ...], **values: Any) -> None:
     from kvarts.sim.eviction import ALL_POLICIES
 
     asked = _Asked(values, facts=(NO_REPLAY,))
-    plan = asked.options(asked.config()).make(page_size=_page_size(asked.given), policies=policies or ALL_POLICIES)
+    config = asked.config()
+    plan = asked.options(config).make(page_size=_page_size(asked.given, config), policies=policies or ALL_POLICIES)
     asked.write(plan.values, tables.render)
     end_interrupted(plan.values)
 
@@ -485,7 +487,9 @@ def _own_options(context: click.Context) -> list[str]:
     return words
 
 
-def _page_size(given: Given) -> int:
+def _page_size(given: Given, config: ReplayConfig | None = None) -> int:
+    if config is not None:
+        return config.page_size
     return given.build(EngineConfig).page_size if "page_size" in given else EngineConfig().page_size
 
 

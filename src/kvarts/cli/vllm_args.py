@@ -66,7 +66,8 @@ def _drafted(name: str, text: str) -> Pairs:
         asked = msgspec.json.decode(text, type=dict[str, object])
         number = asked["num_speculative_tokens"]
     except (*UNDECODED, KeyError):
-        refuse(NAME, f"--speculative-config {text} is no JSON object with num_speculative_tokens.")
+        words = "is no JSON object with num_speculative_tokens. Put JSON in quotes of its own, as in a shell."
+        refuse(NAME, f"--speculative-config {text} {words}")
     method = asked.get("method")
     pairs = [(KEYS["spec-tokens"], str(number))]
     return pairs if method is None else [*pairs, ("speculative_method", str(method))]

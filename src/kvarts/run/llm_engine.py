@@ -344,7 +344,7 @@ class LLMEngine:
         reason = self._core.submit(request, request.arrival_ns)
         if reason is not None:
             self._forget(index)
-            raise ConfigError(reason, field="prompt", hint="Give the engine more kv_memory, or lower max_tokens.")
+            raise ConfigError(reason, field="prompt", hint="Lower max_tokens, or give the engine more kv_memory.")
         return index
 
     def _forget(self, index: int) -> None:

@@ -479,6 +479,7 @@ class ReplayConfig(
             "ranks": getattr(self.cost, "num_ranks", 1) > 1 and "data_parallel",
             "uncached": self.no_prefix_caching and "no_prefix_caching",
             "batches": self.plans_batches and "engine",
+            "slots": self.max_mamba_cache_size > 0 and "engine",
             "start": self.start is not None and "engine",
             "started_drafts": getattr(self.start, "drafts", None) is not None and "speculative_tokens",
             "sizes": any(group.block_pages > 1 for group in self.groups) and "engine",

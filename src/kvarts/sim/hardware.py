@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import msgspec
 
 from kvarts.base.errors import ConfigError, KvartsError, parts_of
-from kvarts.base.limits import DRAFT_METHODS, MOST_BYTES, MOST_DRAFTED, MOST_REPLICAS, brief, check_whole, whole_number
+from kvarts.base.limits import (
+    DRAFT_METHODS,
+    MOST_BYTES,
+    MOST_DRAFTED,
+    MOST_REPLICAS,
+    brief,
+    check_number,
+    check_whole,
+    whole_number,
+)
 from kvarts.base.settings import AtLeastOne, Given, SettingError, setting, settings_of
 from kvarts.base.units import meant_size, parse_bytes
 from kvarts.core.config import BatchEngineConfig, EngineConfig
@@ -611,11 +620,16 @@ def _stateful(
 ) -> Stateful | None:
     """Return the slots of a model with states as SGLang divides memory (kv_cache_configurator.py); None for others."""
     geometry = placed.geometry
-    if geometry is None or geometry.state is None or not plans_batches(str(given.get("engine"))):
+    if geometry is None or not plans_batches(str(given.get("engine"))):
         return None
-    from kvarts.sim.sglang import LOCKED_SLOTS, MAMBA_RATIO, STATE_FAMILIES, buffers_of
+    from kvarts.sim.sglang import LOCKED_SLOTS, MAMBA_RATIO, MOST_RATIO, STATE_FAMILIES, buffers_of
 
-    if geometry.family not in STATE_FAMILIES or given.get("kv_groups") == "off":
+    given_slots, ratio = given.get("max_mamba_cache_size", 0), given.get("mamba_full_memory_ratio", MAMBA_RATIO)
+    check_whole(given_slots, "max_mamba_cache_size", least=0)
+    check_number(ratio, "mamba_full_memory_ratio", above=True, most=MOST_RATIO)
+    if geometry.state is None or geometry.family not in STATE_FAMILIES or given.get("kv_groups") == "off":
+        if given_slots:
+            raise SettingError("has no effect without states in slots", "max_mamba_cache_size", hint="Leave it out.")
         return None
     kv_bytes = kv_bytes_of(on)
     if kv_bytes is None:
@@ -628,8 +642,7 @@ def _stateful(
     state = msgspec.structs.replace(geometry.state, recurrent_dtype=number_format)
     of_layer = state.local_bytes("bfloat16", on.tensor_parallel)
     slot_bytes = of_layer * -(-geometry.num_state_layers // on.pipeline_parallel)
-    ratio = given.get("mamba_full_memory_ratio", MAMBA_RATIO)
-    num_slots = given.get("max_mamba_cache_size", 0) or int(kv_bytes * ratio / (1 + ratio) - slot_bytes) // slot_bytes
+    num_slots = given_slots or int(kv_bytes * ratio / (1 + ratio) - slot_bytes) // slot_bytes
     rest = kv_bytes - (num_slots + 1) * slot_bytes  # one more, for rows of a graph that compute nothing
     page_bytes = engine.page_size * placed.kv_bytes_per_token
     overlaps = not given.get("disable_overlap_schedule")
@@ -637,7 +650,13 @@ def _stateful(
         given.get("mamba_radix_cache_strategy", "auto"), engine.page_size, overlaps=overlaps
     )
     if num_slots < num_each or rest < page_bytes:
-        raise _no_page(on, page_bytes, f" next to {num_each} states of {slot_bytes:,} bytes")
+        by = next((name for name in ("max_mamba_cache_size", "mamba_full_memory_ratio") if name in given), "kv_memory")
+        raise SettingError(
+            f"{max(0, num_slots):,} slots for states of {slot_bytes:,} bytes leave {max(0, rest):,} bytes of "
+            f"{kv_bytes:,} for pages of {page_bytes:,} bytes, and a request needs {num_each} slots and a page",
+            by,
+            hint="Give more memory, or another number of slots.",
+        )
     return Stateful(num_slots, state.chunk_size, rest // page_bytes, min(engine.max_num_seqs, num_slots // num_each))
 
 

@@ -342,14 +342,14 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
         if has_host:
             raise SettingError(
                 "states have slots of their own, below which host memory is not modelled",
-                "max_mamba_cache_size",
+                next(iter(self.given_host_sizes), "max_mamba_cache_size"),
                 hint="Leave host memory out, or give --kv-groups off, with which states are set aside and not found.",
             )
         if not self.state_buffers and (self.page_size > 1 or not self.disable_overlap_schedule):
             raise SettingError(
                 "no_buffer is for pages of one token without the overlap schedule",
                 "mamba_radix_cache_strategy",
-                hint="Give {page_size} 1 and {disable_overlap_schedule} as well, or leave it out.",
+                hint="Give page_size 1 and {disable_overlap_schedule} as well, or leave it out.",
             )
         chunk, page_size = sorted((self.mamba_chunk_size, self.page_size), reverse=True)
         if chunk % page_size:
@@ -361,12 +361,12 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
         least = self.slots_per_request * self.max_num_seqs
         num_slots = self.max_mamba_cache_size
         if num_slots < least:
+            most = num_slots // self.slots_per_request
             raise SettingError(
-                f"needs {least:,} slots for states of {self.max_num_seqs:,} requests, and has {num_slots:,}",
-                "max_num_seqs",
+                f"{num_slots:,} slots are fewer than the {least:,} for states of {self.max_num_seqs:,} requests "
+                "(max_seqs)",
                 "max_mamba_cache_size",
-                hint=f"Give {{max_num_seqs}} {num_slots // self.slots_per_request} or less, or more "
-                "{max_mamba_cache_size}.",
+                hint=f"Give {least} or more" + (f", or max_seqs of {most} or less." if most else "."),
             )
 
     def options_of_server(self) -> dict[str, Any]:

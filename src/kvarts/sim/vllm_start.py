@@ -114,11 +114,13 @@ def _mixed(number: int) -> int:
 class VllmStart(msgspec.Struct, frozen=True):
     """A start of vLLM: `num_blocks`, its null block included, and the lines of its log.
 
-    `saves_states_inside`: prefill saves states inside chunks. `drafts`: None without any.
+    `saves_states_inside`: prefill saves states inside chunks. `drafts`: None without any. `max_model_len`: the most
+    tokens of a prompt and its answer.
     """
 
     num_blocks: int
     lines: tuple[str, ...]
+    max_model_len: int
     saves_states_inside: bool = False
     drafts: StartDrafts | None = None
 
@@ -164,6 +166,7 @@ def start_facts(
         "start": VllmStart(
             plan.num_blocks,
             tuple(start.lines(plan, available_bytes)),
+            plan.max_model_len or start.max_model_len,
             has_prefix_caching and any(spec.num_checkpoints for stage in start.specs for spec in stage.values()),
             drafts,
         ),

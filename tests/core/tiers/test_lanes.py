@@ -328,7 +328,7 @@ def test_a_run_that_waits_for_loads_is_limited_by_the_lane() -> None:
     assert limited_by["share_of_waiting"]["transfers"] > 0.5
     assert sum(limited_by["share_of_waiting"].values()) == pytest.approx(1.0)
     assert "transfers: waiting requests found loads under way, most of them on h2d" in render_table(summary)
-    assert "try a faster --h2d" in cast(str, advice(summary))
+    assert "try a faster --set offload.h2d" in cast(str, advice(summary))
 
 
 def test_without_a_tier_the_report_names_no_lane() -> None:

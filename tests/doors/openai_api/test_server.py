@@ -321,7 +321,7 @@ def test_the_command_listens_where_it_says_and_drains_at_sigterm(tmp_path: Any) 
         assert reading.read().rstrip(b"\r\n0").endswith(b"data: [DONE]")
         reading.close()
         assert process.wait(20) == 0
-        assert "1 requests are under way" in process.stderr.read()
+        assert "requests under way: 1" in process.stderr.read()
     finally:
         process.kill()
         process.wait()

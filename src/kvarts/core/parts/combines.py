@@ -76,6 +76,7 @@ FEATURES = {
     "pipeline": Feature("stages of a pipeline", ("replay", "plan", "mock", "sessions", "fleet")),
     "state_dir": Feature("sessions on disk", ("mock", "model", "sessions")),
     "batches": Feature("the engine 'sglang'", ("replay", "plan", "mock")),
+    "slots": Feature("the engine 'sglang' with states in slots", ("replay", "mock"), part_of="batches"),
     "start": Feature("a start of vLLM", ("replay", "plan", "mock", "fleet")),
     "sizes": Feature("blocks of several sizes", ("replay", "mock", "fleet"), part_of="start"),
     "started_drafts": Feature("drafts in a start of vLLM", ("replay", "plan", "mock"), part_of="start"),
@@ -154,6 +155,11 @@ REFUSED = (
         ("batches", "files"),
         "its storage has no limit of size",
         "Give {hicache_storage_backend} file with {hicache_ratio} in place of the size.",
+    ),
+    Refusal(
+        ("slots", "plan"),
+        "slots stay the same in all sizes of memory",
+        "Replay the sizes that you have in mind, or give --kv-groups off, with which states are set aside.",
     ),
     Refusal(
         ("start", "several"),

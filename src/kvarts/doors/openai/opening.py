@@ -427,6 +427,8 @@ def mock_limits(door: Door, config: ReplayConfig) -> Limits:
 
         needs = needs_of(config.memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
         most = needs.most_tokens(most, config.num_blocks)
+    if config.start is not None:
+        most = min(most, config.start.max_model_len)
     return msgspec.structs.replace(
         door.limits,
         max_model_len=most,

@@ -176,7 +176,7 @@ async def serve_until_signal(
         starting.cancel()
         watching.cancel()
         if num_live := sum(each.num_live for each in server.models()):
-            say(f"{num_live} requests are under way: they have {drain_s:g} s")
+            say(f"requests under way: {num_live}; they have {drain_s:g} s")
         if not await server.stop(drain_s):
             say("not all of them ended in time")
 

@@ -81,6 +81,9 @@ def _rejected(summary: dict[str, Any], trials: Callable[[], Trials] | None) -> s
     if trials is None or longest is None:
         return f"{into}; try {_more_memory(summary)}"
     pages = trials().least_pages(longest["input_tokens"], longest["output_tokens"])
+    if pages <= config["pages"]:
+        num_tokens = longest["input_tokens"] + longest["output_tokens"]
+        return f"{which}: the longest has {num_tokens:,} tokens; try --set max_model_len={num_tokens} or more"
     needs = f"the longest needs {pages:,}{in_memory(pages, config)}"
     page_bytes = page_bytes_of(config)
     if page_bytes is None:
@@ -111,7 +114,7 @@ def _kv_pages(summary: dict[str, Any]) -> str:
 def _transfers(summary: dict[str, Any]) -> str:
     limited_by = summary["limited_by"]
     share, lane = limited_by["share_of_waiting"]["transfers"], limited_by["lane"]
-    faster = f"--{lane.replace('_', '-')}"
+    faster = f"--set offload.{lane}"
     for tier in (summary["config"].get("offload") or {}).get("tiers", []):
         if lane in (f"{tier['name']}_read", "h2d" if tier["name"] == "host" else ""):
             faster = f"--tier {tier['name']}:read"
