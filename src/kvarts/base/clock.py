@@ -98,7 +98,8 @@ class PacedClock(Clock):
         else:
             while (left_ns := due_ns - self._wall.now_ns()) > 0:
                 if self.is_asked(left_ns / 1e9):
-                    self.pass_to(min(at_ns - 1, round(self._wall.now_ns() * self.speedup)))
+                    self._due_ns = self._wall.now_ns()
+                    self.pass_to(min(at_ns - 1, round(self._due_ns * self.speedup)))
                     return False
         self._reach(at_ns)
         return True

@@ -288,6 +288,7 @@ def _first_changed(of: msgspec.Struct | None, fields: Sequence[str]) -> str:
 
 def _spelled(text: str, spell: Callable[[str], str]) -> str:
     spelled = re.sub(_NAME, lambda match: spell(match[1]), text)
+    # A value follows an option after a space, and a key of --set after "=".
     return re.sub(r"(--set [\w.]+) (?=\d)", r"\1=", spelled)
 
 

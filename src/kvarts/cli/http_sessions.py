@@ -71,9 +71,9 @@ def check_options_beside(other: dict[str, str], values: Mapping[str, Any]) -> No
             check_combination({"sessions": name, **other})
 
 
-def are_asked_for(values: dict[str, Any]) -> bool:
-    """Return whether the command line has options of sessions."""
-    return any(values[name] is not None for name in GIVEN)
+def given_options(values: Mapping[str, Any]) -> list[str]:
+    """Return the options of sessions in the command line."""
+    return [flag for name, flag in GIVEN.items() if values[name] is not None]
 
 
 def open_sessions_of(opened: Opened, values: dict[str, Any], keys: Keys | None) -> None:
@@ -81,7 +81,7 @@ def open_sessions_of(opened: Opened, values: dict[str, Any], keys: Keys | None) 
 
     `keys`: the owners, with their shares of the limits of all sessions.
     """
-    given = [flag for name, flag in GIVEN.items() if values[name] is not None]
+    given = given_options(values)
     why = _why_not(opened, values)
     if why:
         if given:

@@ -180,7 +180,7 @@ def mock_command(**params: Any) -> None:
     if config is None:
         asked = {"windows": "session_window"} if params["session_window"] else {}
         config = engine_of_mock(given, sections, asked, max_model_len=params["max_model_len"])
-        if http_sessions.are_asked_for(params) and "async_scheduling" not in given:
+        if http_sessions.given_options(params) and "async_scheduling" not in given:
             config = msgspec.structs.replace(config, async_scheduling=False)
         token_bytes = resolve_hardware(given).get("kv_bytes_per_token", 0)
     with ExitStack() as stack:

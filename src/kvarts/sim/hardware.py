@@ -19,7 +19,6 @@ from kvarts.base.limits import (
     MOST_DRAFTED,
     MOST_REPLICAS,
     brief,
-    check_number,
     check_whole,
     whole_number,
 )
@@ -622,11 +621,10 @@ def _stateful(
     geometry = placed.geometry
     if geometry is None or not plans_batches(str(given.get("engine"))):
         return None
-    from kvarts.sim.sglang import LOCKED_SLOTS, MAMBA_RATIO, MOST_RATIO, STATE_FAMILIES, buffers_of
+    from kvarts.sim.sglang import LOCKED_SLOTS, MAMBA_RATIO, STATE_FAMILIES, buffers_of, check_slots
 
     given_slots, ratio = given.get("max_mamba_cache_size", 0), given.get("mamba_full_memory_ratio", MAMBA_RATIO)
-    check_whole(given_slots, "max_mamba_cache_size", least=0)
-    check_number(ratio, "mamba_full_memory_ratio", above=True, most=MOST_RATIO)
+    check_slots(given_slots, ratio)
     if geometry.state is None or geometry.family not in STATE_FAMILIES or given.get("kv_groups") == "off":
         if given_slots:
             raise SettingError("has no effect without states in slots", "max_mamba_cache_size", hint="Leave it out.")

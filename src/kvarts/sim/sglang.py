@@ -73,6 +73,12 @@ def buffers_of(strategy: StateStrategy, page_size: int, *, overlaps: bool) -> in
     return 1 + overlaps
 
 
+def check_slots(num_slots: int, memory_ratio: float) -> None:
+    """Raise ConfigError for a number of slots for states, or a share of memory for them, that cannot be."""
+    check_whole(num_slots, "max_mamba_cache_size", least=0)
+    check_number(memory_ratio, "mamba_full_memory_ratio", above=True, most=MOST_RATIO)
+
+
 class StorageNumbers(msgspec.Struct, frozen=True):
     """What decides something in `hicache_storage_backend_extra_config`, which has settings of backends as well."""
 
@@ -396,8 +402,7 @@ class SglangSettings(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
             check_number(self.schedule_conservativeness, "schedule_conservativeness", most=MOST_CONSERVATIVENESS)
         check_whole(self.sliding_window_size, "sliding_window_size", least=0)
         check_number(self.swa_full_tokens_ratio, "swa_full_tokens_ratio", above=True, most=1.0)
-        check_whole(self.max_mamba_cache_size, "max_mamba_cache_size", least=0)
-        check_number(self.mamba_full_memory_ratio, "mamba_full_memory_ratio", above=True, most=MOST_RATIO)
+        check_slots(self.max_mamba_cache_size, self.mamba_full_memory_ratio)
         check_whole(self.mamba_track_interval, "mamba_track_interval", most=MOST_COUNT)
         check_whole(self.mamba_chunk_size, "mamba_chunk_size", most=MOST_COUNT)
         check_number(self.hicache_ratio, "hicache_ratio", most=MOST_RATIO)

@@ -107,7 +107,7 @@ class ComponentOrder(RadixOrder):
             self.list_idle(node)
 
     def turn(self) -> None:
-        """Let what is touched from now on be more recent than all before."""
+        """Begin a new time: components that are touched after this are more recent than those before."""
         self._clock_of_component += 1
 
     def touch_component(self, node: Node) -> None:

@@ -1,4 +1,4 @@
-"""Batches of a model with states, as SGLang's: a running request has slots for its state, and for what it inserts.
+"""Batches of a model with states, as SGLang's: a running request has slots for its state, and for those it inserts.
 
 The head of the queue takes a slot for the state that it finds before it is known whether it is admitted; there are
 slots for as many requests as may run. Without *buffers*, a request inserts all that it has computed, with its state.

@@ -324,7 +324,7 @@ class LazyPolicy:
 
     `is_exclusive`: the first tier releases pages that the device has again when it needs room, and a slower one at once
     if it has fewer empty pages than `exclusive_pages`; as many of those that a tier evicts next are spilled. Otherwise
-    tiers keep what they have, and spill what arrives.
+    tiers release no pages that the device has, and spill all that arrive.
     """
 
     stores_deepest_first = True

@@ -37,10 +37,16 @@ class _Answer:
 
 
 class Foreseen:
-    """A SamplingState, and Generations, whose tokens are known from the beginning. Owner of the answers under way."""
+    """A SamplingState, and Generations, whose tokens are known from the beginning. Owner of the answers under way.
 
-    def __init__(self, *, seed: int) -> None:
+    `knows_tokens`: requests may hit the pages of generated tokens. `plans_ahead`: the engine plans a step before the
+    tokens of the last one are known, and so cannot foresee an early end.
+    """
+
+    def __init__(self, *, seed: int, knows_tokens: bool = True, plans_ahead: bool = False) -> None:
         self._seed = seed
+        self._knows_tokens = knows_tokens
+        self._plans_ahead = plans_ahead
         self._answers: dict[int, _Answer] = {}
 
     # Sampling ---------------------------------------------------------------------------------------------
@@ -79,12 +85,8 @@ class Foreseen:
 
     # Tokens -----------------------------------------------------------------------------------------------
 
-    def draw(self, request: Request, *, is_known: bool, plans_ahead: bool = False) -> None:
-        """Draw the tokens of `request`, up to its end, which becomes its `max_tokens`.
-
-        `is_known`: requests may hit the pages of its tokens. `plans_ahead`: an engine that plans a step before the
-        tokens of the last one are known, and so cannot foresee an early end.
-        """
+    def draw(self, request: Request) -> None:
+        """Draw the tokens of `request`, up to its end, which becomes its `max_tokens`."""
         answer = self._answers[request.index]
         params, generation = answer.params, answer.generation
         assert generation is not None
@@ -103,12 +105,12 @@ class Foreseen:
             answer.is_stopped = token in answer.ends and number >= params.min_tokens
             if answer.is_stopped or (shadow is not None and shadow.take(token)):
                 break
-        request.stops = plans_ahead and len(tokens) < request.max_tokens
+        request.stops = self._plans_ahead and len(tokens) < request.max_tokens
         request.max_tokens = len(tokens)
         if params.logprobs:
             tops = [even_logprobs(token, params.top_logprobs, NUM_WORDS) for token in tokens]
             answer.logprobs = Logprobs([-log(NUM_WORDS)] * len(tokens), tops)
-        if is_known:
+        if self._knows_tokens:
             request.content.append(array("Q", tokens).tobytes())
 
     def give(self, request_index: int, num_tokens: int) -> None:
@@ -167,10 +169,7 @@ class ForeseenEngine:
 
     def submit(self, request: Request, now_ns: int) -> str | None:
         """Draw the tokens of `request`, and queue it, or return why it can never run."""
-        replica = self._replica
-        config = replica.scheduler.config
-        is_known, plans_ahead = config.profile != "mocker", replica.scheduler.ahead is not None
-        self._foreseen.draw(request, is_known=is_known, plans_ahead=plans_ahead)
+        self._foreseen.draw(request)
         self.pass_to(now_ns)
         reason = self._replica.submit(request, now_ns)
         if reason is None:
@@ -190,14 +189,7 @@ class ForeseenEngine:
         A task that is queued in a pause interrupts it; the next call goes on with it.
         """
         replica = self._replica
-        finished: list[Request] = []
-        goes_on = replica.is_pausing
-        if not goes_on:
-            replica.start(now_ns)
-            while replica.is_pausing and replica.now_ns <= now_ns and replica.has_work:
-                # A plan without a batch takes no time, so nothing comes between it and the next one.
-                finished += replica.finish()
-                replica.start(now_ns)
+        finished = [] if replica.is_pausing else self._start(now_ns)
         if not replica.is_pausing:
             self._clock.wait_until_ns(replica.now_ns)
             finished += replica.finish()
@@ -213,6 +205,19 @@ class ForeseenEngine:
                 num_tokens = running.num_computed(request) + 1 - request.num_prompt_tokens
             self._foreseen.give(request.index, num_tokens)
         self._rest()
+        return finished
+
+    def _start(self, now_ns: int) -> list[Request]:
+        """Start a step or a pause; return the requests that finish at once.
+
+        A plan without a batch takes no time: the next one follows it before any task.
+        """
+        replica = self._replica
+        finished: list[Request] = []
+        replica.start(now_ns)
+        while replica.is_pausing and replica.now_ns <= now_ns and replica.has_work:
+            finished += replica.finish()
+            replica.start(now_ns)
         return finished
 
     def _rest(self) -> None:

@@ -216,6 +216,7 @@ def mock_model(
 
 
 DEFAULT_TOKENS = 128
+AHEAD = "steps are planned before the tokens of the last one are known; --no-async-scheduling prevents that"
 
 
 def mock_of(
@@ -263,7 +264,8 @@ def foreseen_mock(
     from kvarts.sim.replay import build_replica, planning_of, storage_of
 
     check_combination({**config.features, "mock": "command"})
-    cost, clock, foreseen = config.cost_model, PacedClock(speedup=speedup), Foreseen(seed=seed)
+    cost, clock = config.cost_model, PacedClock(speedup=speedup)
+    foreseen = Foreseen(seed=seed, knows_tokens=config.profile != "mocker", plans_ahead=config.async_scheduling)
     watching = Watching(tuple(readers), audit=audit_of(config.audit))
     config = msgspec.structs.replace(config, step_by_step=True)
     replica = build_replica(config, cost, storage_of(config), planning_of(config), watching)
@@ -285,8 +287,7 @@ def foreseen_mock(
         max_positions=max_positions,
         fingerprint=lambda: f"mock {seed}",
         memory=groups_of(config),
-        why_no_sessions="steps are planned before the tokens of the last one are known"
-        + (" (as --no-async-scheduling changes)" if config.batches is None else ""),
+        why_no_sessions=AHEAD if config.async_scheduling else "answers are drawn when requests arrive",
     )
 
 

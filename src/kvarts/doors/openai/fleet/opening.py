@@ -248,14 +248,13 @@ class OpenedFleet(Opened):
         self._described: dict[int, FleetWorker] = {}
         self._clock = clock = FleetClock(speedup=speedup)
         live = LiveFleet(config, self._all_readers_of)
-        foreseen = Foreseen(seed=door.seed)
+        first = config.first
+        foreseen = Foreseen(seed=door.seed, knows_tokens=first.profile != "mocker", plans_ahead=first.async_scheduling)
         self.fleet = paced = PacedFleet(
             live,
             clock,
             foreseen,
             self._meters,
-            knows_tokens=config.first.profile != "mocker",
-            plans_ahead=config.first.async_scheduling,
             keeps=door.is_recording,
             on_scaled=None if config.scaler is None else self._scaled,
         )

@@ -79,10 +79,8 @@ class WorkerMeters:
 class PacedFleet:
     """A CoreEngine: the fleet, up to the time of `clock`.
 
-    `meters`: those of the workers. `knows_tokens`: requests may hit the pages of generated tokens. `plans_ahead`: as of
-    Foreseen. `keeps`: keep the
-    facts that a recorder of arrivals needs. `on_scaled`: receives the workers that a scaler has added, and the numbers
-    of those that it has removed; None without a scaler.
+    `meters`: those of the workers. `keeps`: keep the facts that a recorder of arrivals needs. `on_scaled`: receives the
+    workers that a scaler has added, and the numbers of those that it has removed; None without a scaler.
     """
 
     def __init__(
@@ -92,8 +90,6 @@ class PacedFleet:
         foreseen: Foreseen,
         meters: WorkerMeters,
         *,
-        knows_tokens: bool,
-        plans_ahead: bool,
         keeps: bool,
         on_scaled: Callable[[list[Worker], list[int]], object] | None = None,
     ) -> None:
@@ -107,8 +103,6 @@ class PacedFleet:
         """When requests were given up, by index, if that is recorded."""
         self._foreseen = foreseen
         self._meters = meters
-        self._knows_tokens = knows_tokens
-        self._plans_ahead = plans_ahead
         self._keeps = keeps
         self._on_scaled = on_scaled
         self._requests: dict[int, Request] = {}
@@ -126,7 +120,7 @@ class PacedFleet:
 
     def submit(self, request: Request, now_ns: int) -> None:
         """Let `request` arrive."""
-        self._foreseen.draw(request, is_known=self._knows_tokens, plans_ahead=self._plans_ahead)
+        self._foreseen.draw(request)
         index = request.index
         direct = self.direct.get(index) if self._keeps else self.direct.pop(index, None)
         model = self.models.get(index) if self._keeps else self.models.pop(index, None)
